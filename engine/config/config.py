@@ -56,6 +56,7 @@ from .sections import (
     CompileConfig,
     CsvMonitorConfig,
     DataTypesConfig,
+    FP8Config,
     FP16Config,
     MemoryReportConfig,
     ProfileConfig,
@@ -147,6 +148,7 @@ class Config(Section):
     zero_optimization: ZeroConfig = ZeroConfig()
     bf16: BF16Config = BF16Config()
     fp16: FP16Config = FP16Config()
+    fp8: FP8Config = FP8Config()
     torch_autocast: TorchAutocastConfig = TorchAutocastConfig()
     optimizer: OptimizerConfig | None = None
     """null: the optimizer is passed to initialize."""

@@ -389,6 +389,42 @@ class ProfileConfig(ConfigSection):
     """The device's peak in the model's dtype, for model FLOPs utilization. null: unknown."""
 
 
+class FP8Config(ConfigSection):
+    """Multiply in float8 in the linear layers of blocks, by torchao."""
+
+    path = "fp8"
+
+    enabled: Bool = False
+    """Turns it on. Needs the extra "fp8", and a GPU of compute capability 8.9; other devices emulate it."""
+
+    recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """A scale for each tensor (faster), or for each row (more accurate)."""
+
+    min_features: Positive = 1024
+    """Layers with fewer input or output features keep their dtype: there casts cost more than products save."""
+
+    exclude: tuple[str, ...] = ()
+    """Patterns of names of layers that keep their dtype, such as "*.o_proj"."""
+
+    def faults(self, config: Any) -> list[Fault]:
+        if not self.enabled:
+            return []
+        wrong = {
+            "fp16.enabled false (bf16 needs no loss scale)": config.fp16.enabled,
+            "parallel.tensor 1 (split layers exchange parts of their products)": config.parallel.tensor != 1,
+        }
+        return [Fault("fp8.enabled", "conflict", f"needs {text}") for text, is_wrong in wrong.items() if is_wrong]
+
+    def notes(self, config: Any) -> list[str]:
+        if not self.enabled:
+            return self.idle("fp8.enabled is false")
+        return (
+            []
+            if config.compile.blocks
+            else ["fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"]
+        )
+
+
 class CompileConfig(ConfigSection):
     """torch.compile on the blocks of the model, inside the code that gathers and reduces them."""
 

@@ -13,6 +13,7 @@ from ...kernels.dispatch import Backend, has_triton, is_interpreted
 from ...kernels.fuse import NOT_FOUND, lines_of, replace_modules
 from ...model.blocks import find_blocks
 from ...model.compiled import Compiled
+from ...model.float8 import MULTIPLE, linear_layers, use_float8, why_impossible
 from ...model.patches import ModelPatches
 from ...parallel.tiles import Tiled, Tiles, TilesError
 from ...watch.log import logger
@@ -98,6 +99,25 @@ def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> 
     return ("Triton runs on this device" if names else "the backend of all fusions is reference"), names
 
 
+def multiply_in_float8(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> None:
+    """Let the linear layers of blocks multiply in float8, and log it on rank 0. Raises ConfigError if none can."""
+    section = config.fp8
+    if problem := why_impossible(world.device):
+        raise ConfigError([Fault("fp8.enabled", "conflict", problem)])
+    layers = linear_layers(find_blocks(module), section.min_features, section.exclude)
+    if not layers:
+        message = (
+            f"{section.min_features}: expected linear layers in repeated blocks with so many input and output "
+            f"features, both multiples of {MULTIPLE}, found none outside of fp8.exclude; lower it, or leave fp8 out"
+        )
+        raise ConfigError([Fault("fp8.min_features", "conflict", message)])
+    emulates = world.device.type != "cuda"
+    use_float8(layers.values(), section.recipe, emulates, patches)
+    if world.rank == 0:
+        how = f", emulated on {world.device.type}, which is slow" if emulates else ""
+        logger.info("fp8: %d linear layers multiply in float8 (%s)%s", len(layers), section.recipe, how)
+
+
 def tiles_of(config: Config) -> Tiles:
     """Return the section `tiles` in the form of `parallel`."""
     wanted, backend = config.tiles, config.kernels.backend_of("linear_cross_entropy")
@@ -164,6 +184,8 @@ class PreparedModel:
         check_sequences(config, module)
         blocks = [block for _, block in find_blocks(module)] if config.compile.blocks else []
         fuse_modules(module, config, world, patches, [*compiled.wanted, *blocks])
+        if config.fp8.enabled:
+            multiply_in_float8(module, config, world, patches)
         tiled = tile_modules(module, config, world, patches)
         if config.parallel.tensor > 1 and (compiled.wanted or config.compile.blocks):
             found = "torch.compile on it" if compiled.wanted else "compile.blocks"

@@ -19,3 +19,8 @@ def with_a_new_compiler() -> None:
 
 def no_latency(*arguments: Any) -> float:
     return 0.0
+
+
+def ignore_warning_of_compiler() -> None:
+    """Ignore the warning of torch's compiler when it looks at an input of a block that has a graph."""
+    warnings.filterwarnings("ignore", "The .grad attribute")

@@ -4,7 +4,6 @@ A law of every training is asked of `feature_sets()`; a new feature is a row of 
 """
 
 import os
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import cache
 from itertools import combinations
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.kit.compiling import ignore_warning_of_compiler
 from tests.kit.models import TinyGPT, token_batch
 from tests.kit.training import Case
 
@@ -149,9 +149,9 @@ def _fail(gradient: Tensor) -> None:
 
 
 def start_in(folder: Path) -> None:
-    """Let relative paths of a config lie in the folder, and torch's compiler warn of what it does itself."""
+    """Let relative paths of a config lie in the folder, and let torch's compiler look at any input."""
     os.chdir(folder)
-    warnings.filterwarnings("ignore", "The .grad attribute")  # it looks at the inputs of a block
+    ignore_warning_of_compiler()
 
 
 def case_of(names: Iterable[str], stage: int | None = None) -> Case:

@@ -1,0 +1,115 @@
+"""fp8: float8 products change losses a little, and nothing else: not the stages, the checkpoints or the module."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import Config
+from lowtide.model import float8
+from tests.kit.compiling import ignore_warning_of_compiler
+from tests.kit.models import TinyGPT, token_batch
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, Outcome, refusal, settings, train_all
+
+pytest.importorskip("torchao")
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+def wide() -> nn.Module:
+    return TinyGPT(width=32, layers=2)
+
+
+def fp8(**more: Any) -> dict[str, Any]:
+    return BF16 | {"fp8": {"enabled": True, "min_features": 32, **more}}
+
+
+PLAIN = Case(wide, token_batch, steps=4, config=BF16)
+COMPILED = {"compile": {"blocks": True, "backend": "eager"}}
+CASES = [
+    *(PLAIN.at(stage, config=fp8(recipe=recipe)) for recipe in ("tensorwise", "rowwise") for stage in (0, 3)),
+    PLAIN.at(3, config=fp8(recipe="rowwise") | {"activation_checkpointing": {"every": 1}}),
+    PLAIN.at(3, config=fp8(recipe="rowwise") | COMPILED),
+    PLAIN.at(3, config=fp8(exclude=["blocks.*.up", "*.down"])),
+]
+
+
+def trained(cases: list[Case]) -> list[Outcome]:
+    ignore_warning_of_compiler()
+    return train_all(cases)
+
+
+def test_every_stage_has_the_same_bits_and_losses_near_bf16(ranks: RankPool) -> None:
+    plain, *outcomes = ranks(2, trained, [PLAIN, *CASES], timeout=240)[0]
+    tensorwise, tensorwise_3, rowwise, rowwise_3, recomputed, compiled, excluded = outcomes
+    assert tensorwise.differences(tensorwise_3) == []
+    for other in (rowwise_3, recomputed, compiled):
+        assert rowwise.differences(other) == []
+    different = [plain, tensorwise, rowwise, excluded]
+    assert len({tuple(outcome.losses) for outcome in different}) == len(different)
+    for outcome in different[1:]:
+        torch.testing.assert_close(outcome.losses, plain.losses, rtol=1e-2, atol=0.0)
+
+
+def test_a_checkpoint_goes_on_without_float8_and_the_model_is_as_it_was(tmp_path: Path) -> None:
+    model = wide()
+    with lowtide.initialize(model, settings(1, **fp8())) as engine:
+        assert type(model.blocks[0].up) is not nn.Linear  # type: ignore[index, union-attr]
+        engine.train_step(token_batch(0, 2))
+        engine.save_checkpoint(tmp_path)
+        saved = {name: value.clone() for name, value in engine.state_dict().items()}
+    assert type(model.blocks[0].up) is nn.Linear and "config" not in vars(model.blocks[0].up)  # type: ignore[index, union-attr]
+    with lowtide.initialize(wide(), settings(3, **BF16)) as engine:
+        engine.load_checkpoint(tmp_path)
+        loaded = engine.state_dict()
+        assert list(loaded) == list(saved) == list(model.state_dict())
+        assert all(
+            torch.equal(loaded[name], value) and loaded[name].dtype == value.dtype for name, value in saved.items()
+        )
+
+
+REFUSED = {
+    "fp16": (
+        {"fp16": {"enabled": True}, "bf16": {}},
+        "fp8.enabled: needs fp16.enabled false (bf16 needs no loss scale)",
+    ),
+    "tensor": (
+        {"parallel": {"tensor": 2}},
+        "fp8.enabled: needs parallel.tensor 1 (split layers exchange parts of their products)",
+    ),
+    "small": (
+        {"fp8": {"enabled": True}},
+        "fp8.min_features: 1024: expected linear layers in repeated blocks with so many input and output features, "
+        "both multiples of 16, found none outside of fp8.exclude; lower it, or leave fp8 out",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    more, text = REFUSED[name]
+    assert text in refusal(lowtide.initialize, wide(), settings(**fp8() | more))
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    old = "needs a GPU of compute capability 8.9 or more, found 8.0 (A100)"
+    assert float8.why_impossible(torch.device("cuda")) == old
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert float8.why_impossible(torch.device("cuda")) == float8.why_impossible(torch.device("cpu")) == ""
+    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    missing = 'fp8.enabled: needs the package torchao, which is not installed: pip install "lowtide[fp8]"'
+    assert missing in refusal(lowtide.initialize, wide(), settings(**fp8()))
+
+
+def test_notes() -> None:
+    assert Config.load(fp8() | COMPILED).notes == ()
+    (note,) = Config.load(fp8()).notes
+    assert note == "fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"
+    (idle,) = Config.load({"fp8": {"recipe": "rowwise"}}).notes
+    assert idle == 'fp8.recipe: "rowwise" has no effect here: fp8.enabled is false'

@@ -316,14 +316,13 @@ def offload_cases(folder: Path, device: str) -> dict[str, dict[str, Any]]:
         (1, lambda folder: cases_of_one_rank()),
         (2, lambda folder: plain_cases()),
         (2, layered_cases),
-        (1, lambda folder: dict(list(layered_cases(folder).items())[2:])),
         (4, lambda folder: cases_of_several_axes()),
         # In files, in the host memory where the model is too, and last, where the model is on a device, beside it.
         (2, lambda folder: dict(list(offload_cases(folder, "nvme").items())[1::2])),
         (2, lambda folder: dict(list(offload_cases(folder, "cpu").items())[::4])),
         ("apart", lambda folder: dict(list(offload_cases(folder, "cpu").items())[2::4])),
     ],
-    ids=["one rank", "two ranks", "layered", "layered alone", "axes", "files", "host memory", "another memory"],
+    ids=["one rank", "two ranks", "layered", "axes", "files", "host memory", "another memory"],
 )
 def test_what_is_said_is_what_is_there(
     ranks: RankPool, tmp_path: Path, world_size: Any, cases: Callable[[Path], dict[str, dict[str, Any]]]

@@ -370,6 +370,13 @@ def hides_what_it_reads(model: Any) -> float:
         return 0.0
 
 
+def draws_again(model: Any) -> None:
+    state = torch.get_rng_state()
+    model.first = nn.Parameter(torch.rand(3))
+    torch.set_rng_state(state)
+    model.second = nn.Parameter(torch.rand(3))
+
+
 def copies_what_changes_later(model: Any) -> None:
     table, array = torch.zeros(3, device="cpu"), np.zeros(3, np.float32)
     for number in range(3):
@@ -383,6 +390,7 @@ RECORDED = [other_default_dtype, moves, loads_values, traced, copies_what_change
 BUILT_WITH_MEMORY: dict[Callable[[Any], object], str] = {
     legacy_constructors: "draws random numbers on a device that it names",
     seeds_of_its_own: "sets the state of torch's generator",
+    draws_again: "sets the state of torch's generator",
     generators_of_its_own: "or from a generator of its own",
     numpy_arrays: "calls numpy",
     reads: "calls nonzero",

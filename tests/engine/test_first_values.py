@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.model import given_model
 from tests.kit.ranks import RankPool
 from tests.kit.training import settings
 
@@ -43,10 +42,3 @@ def test_values_are_those_of_rank_0(ranks: RankPool, stage: int) -> None:
     (given, first, messages), (_, second, _) = ranks(2, begin, stage)
     assert all(map(torch.equal, first, given)) and all(map(torch.equal, second, given))
     assert messages == 5  # the kinds follow each other as float32, bfloat16, an empty one, a large one, bfloat16
-
-
-def test_messages_end_where_the_dtype_changes_and_where_they_are_full() -> None:
-    sizes = [10, 20, 1 << 16, 1, 1, 1 << 17, 2]
-    params = [nn.Parameter(torch.zeros(size)) for size in sizes] + [nn.Parameter(torch.zeros(3).half())]
-    messages = [[param.numel() for param in one] for one in given_model._messages(params)]
-    assert messages == [[10, 20], [1 << 16], [1, 1], [1 << 17], [2], [3]]

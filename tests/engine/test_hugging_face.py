@@ -105,9 +105,9 @@ def count_idle_experts(model: nn.Module, outcome: Outcome) -> None:
             module.register_forward_hook(count)
 
 
-def train(name: str, stage: int, transport: str, deferred: bool = False) -> Outcome:
+def train(name: str, stage: int, transport: str) -> Outcome:
     torch.manual_seed(0)
-    engine = lowtide.initialize(MODELS[name] if deferred else MODELS[name](), config_of(stage, transport))
+    engine = lowtide.initialize(MODELS[name](), config_of(stage, transport))
     outcome = Outcome()
     count_idle_experts(engine.module, outcome)
     torch.manual_seed(engine.rank)  # dropout
@@ -169,15 +169,6 @@ def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, transport: str) -> None
 def test_a_recorded_construction_gives_the_same_values_with_little_memory(name: str) -> None:
     peak, sizes = assert_deferred_is_built(MODELS[name])
     assert max(sizes) <= peak <= 1.5 * max(sizes)
-
-
-def train_from_a_builder() -> list[Outcome]:
-    return [train("llama", stage, "shared_memory", is_built) for stage, is_built in ((0, False), (0, True), (3, True))]
-
-
-def test_a_model_from_a_builder_equals_the_model_itself(ranks: RankPool) -> None:
-    for module, *built in ranks(2, train_from_a_builder):
-        assert [one.differences(module) for one in built] == [[], []]
 
 
 def test_a_sharded_model_generates_between_steps(ranks: RankPool) -> None:

@@ -1,5 +1,8 @@
-"""What an engine has put on a model is gone when it is closed."""
+"""A model is one engine's at a time; what the engine has put on it is gone when it is closed."""
 
+import copy
+import io
+import pickle
 from typing import Any
 
 import pytest
@@ -7,9 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.model.given_model import take
+from lowtide.model.patches import ModelPatches
+from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import refusal, settings
+from tests.pipe.pipelines import deep_gpt
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (1, {}),
@@ -97,3 +104,98 @@ def test_a_model_that_an_engine_has_divided_is_refused() -> None:
     lowtide.initialize(model, settings(3)).close()
     text = refusal(lowtide.initialize, model, settings(3))
     assert "whose values an earlier engine released; build the model again" in text
+
+
+CLOSE = "of an open engine; close that engine first (engine.close(), destroy() in lowtide.deepspeed, or `with"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_second_engine_of_a_model_waits_for_the_first_to_close(stage: int) -> None:
+    model = models.TinyGPT()
+    others: dict[str, nn.Module] = {
+        "this TinyGPT is the model": model,
+        "this Block is a part of the model": model.blocks[0],
+        "its '1' is the model": nn.Sequential(nn.Linear(2, 2), model),
+    }
+    with lowtide.initialize(model, settings(stage)) as engine:
+        for text, other in others.items():
+            said = refusal(lowtide.initialize, other, settings(stage))
+            assert f"model: expected a model without an engine, found that {text} {CLOSE}" in said
+        first = engine.train_step(models.token_batch(0, 2)).loss
+    if stage == 3:
+        return  # its shards have the values
+    with lowtide.initialize(model, settings(0)) as engine:
+        assert not torch.equal(engine.train_step(models.token_batch(0, 2)).loss, first)
+
+
+def twice() -> str:
+    model, config = deep_gpt(), settings(1, parallel={"pipeline": 2})
+    with lowtide.initialize(model, config):
+        return refusal(lowtide.initialize, model, config)
+
+
+def test_a_second_engine_over_a_pipeline(ranks: RankPool) -> None:
+    for text in ranks(2, twice):
+        assert text.startswith("model: expected a model without an engine, found that this ")
+
+
+def after_a_split() -> str:
+    model = models.TinyGPT()
+    plan = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    split: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": plan}}
+    lowtide.initialize(model, settings(**split)).close()
+    return refusal(lowtide.initialize, copy.deepcopy(model), settings())
+
+
+def test_a_model_of_parts_is_no_model(ranks: RankPool) -> None:
+    text = (
+        "model: expected whole layers, found layers that an earlier engine divided over ranks (parallel.tensor); build "
+        "the model again, or pass initialize the callable that builds it"
+    )
+    assert ranks(2, after_a_split) == [text, text]
+
+
+def trained_in_a_function(model: nn.Module, stage: int) -> torch.optim.Optimizer:
+    engine = lowtide.initialize(model, settings(stage))
+    engine.train_step(models.token_batch(0, 2))
+    optimizer: torch.optim.Optimizer = engine.optimizer
+    return optimizer
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
+    """As after `del engine`, and in scripts that initialize in a function, first to train, then to evaluate."""
+    model, plain = models.TinyGPT(), models.TinyGPT()
+    plain.load_state_dict(model.state_dict())
+    optimizer = trained_in_a_function(model, stage)
+    with pytest.raises(StateError, match=r"add_param_group\(\): the engine of this optimizer was freed"):
+        optimizer.add_param_group({"params": []})
+    with lowtide.initialize(plain, settings(stage)) as engine:
+        expected = [engine.train_step(models.token_batch(step, 2)).loss for step in range(2)]
+    with lowtide.initialize(model, settings(stage)) as engine:
+        assert torch.equal(engine.train_step(models.token_batch(1, 2)).loss, expected[1])
+    assert not [key for part in model.modules() for key in part.__dict__ if "lowtide" in key or key == "forward"]
+
+
+def test_a_model_of_an_open_engine_is_not_copied() -> None:
+    text = r"a module of an open engine cannot be copied or pickled, .* or engine.export\(folder\) on all ranks"
+    model = models.TinyGPT()
+    with lowtide.initialize(model, settings(2)) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        for module in (model, model.blocks[0], model.head):
+            for make in (copy.deepcopy, pickle.dumps, lambda one: torch.save(one, io.BytesIO())):
+                with pytest.raises(TypeError, match=text):
+                    make(module)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied.head.weight, model.head.weight)
+    with lowtide.initialize(copied, settings(0)) as engine:
+        assert engine.train_step(models.token_batch(0, 2)).loss.isfinite()
+
+
+def test_a_copy_of_an_engines_model_is_no_engines() -> None:
+    """While the engine is made."""
+    model = nn.Linear(2, 2)
+    take(model, ModelPatches())
+    take(copy.deepcopy(model), ModelPatches())
+    with pytest.raises(ValueError, match="this Linear is the model of an open engine"):
+        take(model, ModelPatches())

@@ -131,8 +131,10 @@ class Case:
         config = lowtide_config(gradient_clipping=1.0, zero_optimization=self.zero, device=device) | self.more
         config["optimizer"] = {"type": "adamw", "params": {**ADAMW, "lr": 1e-3}}
         config["train_micro_batch_size_per_gpu"] = ROWS // config.get("gradient_accumulation_steps", 1)
-        config["bf16"] = {"enabled": dtype == "bf16"}
-        config["fp16"] = {"enabled": dtype == "fp16", "initial_scale_power": 8}  # no step is skipped on the one alone
+        if dtype != "fp32":
+            config[dtype] = {"enabled": True}
+        if dtype == "fp16":
+            config[dtype]["initial_scale_power"] = 8  # no step is skipped on the one alone
         filled: dict[str, Any] = with_folder(config, folder)
         return filled
 

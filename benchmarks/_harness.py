@@ -258,18 +258,13 @@ class Row:
         return self.contender.label + (f" on {self.ranks} ranks" if self.ranks else "")
 
     @property
-    def jobs(self) -> list[Result]:
-        """Timed ones first."""
-        return [*self.timed.values(), *self.memory.values()]
-
-    @property
     def has_jobs(self) -> bool:
         """Whether there is something to show of it."""
-        return bool(self.jobs)
+        return bool(self.timed or self.memory)
 
     @property
     def losses(self) -> list[list[float]]:
-        return [job.losses for job in self.jobs if job.losses]
+        return [job.losses for job in (*self.timed.values(), *self.memory.values()) if job.losses]
 
     @property
     def step_seconds(self) -> float | None:
@@ -353,16 +348,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(least: int = 1) -> Callable[[str], int]:
-    """The type of an option that is a whole number, not smaller than that."""
+    """Return the type of an option that is a whole number, not smaller than that."""
 
     def read(text: str) -> int:
-        try:
-            found = int(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"expected a whole number, found {text!r}") from error
-        if found < least:
-            raise argparse.ArgumentTypeError(f"expected at least {least}, found {found}")
-        return found
+        if not re.fullmatch(r"-?\d+", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"expected at least {least}, found {text}")
+        return int(text)
 
     return read
 
@@ -586,10 +577,7 @@ def table_of(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Tabl
 
 def values_of(row: Row, tables: Tables) -> dict[str, dict[str, Value]]:
     """Return a row's values by table and heading, for JSON."""
-    return {
-        title: {column.heading.replace("\n", " "): column.value(row) for column in columns}
-        for title, columns in tables.items()
-    }
+    return {title: {one.heading.replace("\n", " "): one.value(row) for one in some} for title, some in tables.items()}
 
 
 def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> None:
@@ -597,9 +585,7 @@ def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> 
     rows, panels = [row for row in rows if row.has_jobs], []
     for column in [column for columns in tables.values() for column in columns if column.panel]:
         found = [column.value(row) for row in rows]
-        bars = [
-            value if isinstance(value, list) else [value] if isinstance(value, float | int) else [] for value in found
-        ]
+        bars = [value if isinstance(value, list) else [value or 0.0] for value in found]
         panels.append((column.panel or "", bars, column.line))
     write_bars(path, title, [row.label for row in rows], [row.contender.kind == "lowtide" for row in rows], panels)
 

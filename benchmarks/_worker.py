@@ -17,26 +17,22 @@ It is what the rank costs the host:
 
 - private: `RssAnon` of `/proc/self/status`: heap, stacks, anonymous maps. Nobody else holds them.
 - shared memory: `Pss_Shmem` of `/proc/self/smaps_rollup` (files of `/dev/shm`): the kernel counts a page that k
-  have touched as 1/k in each of them. A page that one rank alone has touched counts whole for that rank and not at all
-  for the others, so the sum over the ranks is always what the host holds.
-- libraries: `RssFile` divided by the ranks of the job: code that every rank maps. `Pss_File` would say the same on an
-  empty machine, but becomes smaller as soon as somebody else on the machine runs torch too.
-
-Nothing is subtracted. What torch itself takes after `import torch` is reported beside it. RSS alone would count shared
-memory once for every rank.
+  have touched as 1/k in each of them, so the sum over the ranks is always what the host holds.
+- libraries: `RssFile` divided by the ranks of the job. `Pss_File` becomes smaller as soon as somebody else on the
+  machine runs torch too.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn
 
 STATUS = Path("/proc/self/status")
@@ -73,29 +69,27 @@ def rank_bytes(ranks: int, above: int = 0) -> int:
 
 
 class PeakSampler:
-    """Keeps the highest `rank_bytes` seen between `with` and its end, from a thread, every `interval_seconds`.
+    """Keeps the highest `rank_bytes` in the `with`, sampled from a thread; does nothing unless `is_on`.
 
-    It uses at most half of the time for itself, and so slows the training: use it in runs that are not timed.
-    on_peak: called with every new peak, from the thread.
+    It uses at most half of the time for itself, and so slows the training: use it in jobs that are not timed.
+    budget_bytes: the process ends with OVER_BUDGET_STATUS as soon as it holds so much more than at first.
     """
 
-    def __init__(
-        self, ranks: int, interval_seconds: float = 0.02, on_peak: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, is_on: bool, interval_seconds: float = 0.02, budget_bytes: float = math.inf) -> None:
+        self._ranks = int(os.environ["WORLD_SIZE"])
+        self._is_on = is_on
+        self.start_bytes = rank_bytes(self._ranks) if is_on else 0
         self.peak_bytes = 0
-        self._ranks = ranks
-        self._on_peak = on_peak
+        self._budget_bytes = budget_bytes
         self._interval_seconds = interval_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-sampler", daemon=True)
 
     def sample(self) -> None:
-        """Takes one sample now."""
-        found = rank_bytes(self._ranks, above=self.peak_bytes)
-        if found > self.peak_bytes:
-            self.peak_bytes = found
-            if self._on_peak:
-                self._on_peak(found)
+        """Take one sample now."""
+        self.peak_bytes = max(self.peak_bytes, rank_bytes(self._ranks, above=self.peak_bytes))
+        if self.peak_bytes - self.start_bytes > self._budget_bytes:
+            leave(OVER_BUDGET_STATUS)
 
     def _run(self) -> None:
         while not self._stopped.is_set():
@@ -105,62 +99,39 @@ class PeakSampler:
             self._stopped.wait(max(self._interval_seconds - cost_seconds, cost_seconds))
 
     def __enter__(self) -> PeakSampler:
-        self._thread.start()
+        if self._is_on:
+            self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopped.set()
-        self._thread.join()
-        self.sample()
-
-
-class RankMemory:
-    """In a memory job what this rank holds at first, and at most in the `with`; else nothing."""
-
-    def __init__(self, job: dict[str, Any]) -> None:
-        ranks = int(os.environ["WORLD_SIZE"])
-        self._sampler = PeakSampler(ranks) if job["allocator"] is not None else None
-        self._baseline_bytes = rank_bytes(ranks) if self._sampler else None
-
-    def found(self) -> dict[str, int | None]:
-        peak_bytes = self._sampler.peak_bytes if self._sampler else None
-        return {"baseline_bytes": self._baseline_bytes, "peak_bytes": peak_bytes}
-
-    def __enter__(self) -> None:
-        if self._sampler:
-            self._sampler.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._sampler:
-            self._sampler.__exit__(*error)
+    def __exit__(self, *_: object) -> None:
+        if self._is_on:
+            self._stopped.set()
+            self._thread.join()
+            self.sample()
 
 
 def timed_steps(
     step: Callable[..., Any],
     batches: Iterable[Sequence[Any]],
-    memory: RankMemory,
-    before: Callable[[], object] | None = None,
-    after: Callable[[], object] | None = None,
+    memory: PeakSampler,
+    before: Callable[[], object] = lambda: None,
+    after: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Losses (None where this rank does not know them) and seconds of every step, and what the memory has found.
+    """Return losses (None where this rank does not know them), seconds of every step, and bytes in a memory job.
 
     before, after: called around each step, out of its time.
     """
-    found: dict[str, Any] = {"losses": [], "seconds": [], "started": []}
+    losses, seconds = [], []
     with memory:
         for batch in batches:
-            if before:
-                before()
+            before()
             started = time.perf_counter()
             loss = step(*batch)
-            found["seconds"].append(time.perf_counter() - started)
-            found["started"].append(started)
-            found["losses"].append(None if loss is None else float(loss))
-            if after:
-                after()
-    return found | memory.found()
+            seconds.append(time.perf_counter() - started)
+            losses.append(None if loss is None else float(loss))
+            after()
+    bytes_found = {"baseline_bytes": memory.start_bytes or None, "peak_bytes": memory.peak_bytes or None}
+    return {"losses": losses, "seconds": seconds, **bytes_found}
 
 
 def leave(status: int) -> NoReturn:

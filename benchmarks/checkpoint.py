@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ from _harness import (
     run_job,
 )
 from _model import SIZES, build_batches, build_model
-from _worker import PeakSampler, rank_bytes
+from _worker import PeakSampler
 
 STATE_BYTES, WEIGHT_BYTES = 12, 4  # of a parameter: with two moments, and alone
 BLOCK_BYTES = 4 << 20
@@ -134,24 +133,21 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     trainer = BUILDERS[job["kind"]](build_model(SIZES[job["size"]]), Setup(), **job["options"])
     save, load, export = SAVERS[job["kind"]](trainer)
     trainer.step(*batches[0])
-    counts_memory = job["allocator"] is not None
     seconds: dict[str, list[float]] = {"save": [], "load cold": [], "load warm": [], "export": []}
     extra_bytes = dict.fromkeys(seconds, 0)
 
     def timed(name: str, work: Callable[[], object], then: Callable[[], object]) -> None:
         """Time `work` and `then`, and count the memory of `work`; each ends when all ranks are through."""
-        before = rank_bytes(ranks) if counts_memory else 0
-        sampler = PeakSampler(ranks, _SAMPLE_SECONDS) if counts_memory else None
+        sampler = PeakSampler(job["allocator"] is not None, _SAMPLE_SECONDS)
         _barrier()
         started = time.perf_counter()
-        with sampler or nullcontext():
+        with sampler:
             work()
             _barrier()
         then()
         _barrier()
         seconds[name].append(time.perf_counter() - started)
-        if sampler:
-            extra_bytes[name] = max(extra_bytes[name], sampler.peak_bytes - before)
+        extra_bytes[name] = max(extra_bytes[name], sampler.peak_bytes - sampler.start_bytes)
 
     def on_rank_0(work: Callable[[], object]) -> None:
         if rank == 0:

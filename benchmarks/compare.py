@@ -33,12 +33,13 @@ from _harness import (
     run_steps,
 )
 from _model import SIZES, build_batches, build_model
-from _worker import RankMemory, timed_steps
+from _worker import PeakSampler, timed_steps
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train on a rank; return losses and seconds of every step (warm-up too) and, in a memory job, its bytes."""
-    rank, ranks, memory = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), RankMemory(job)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    memory = PeakSampler(job["allocator"] is not None)
     rows = job["ranks"] * job["microbatch"] * job["accumulation"]
     share = slice(rank * rows // ranks, (rank + 1) * rows // ranks)
     size = SIZES[job["size"]]

@@ -36,7 +36,7 @@ from _harness import (
     over,
     run_steps,
 )
-from _worker import RankMemory, timed_steps
+from _worker import PeakSampler, timed_steps
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 COPIES = ("copy-torch", "copy-streamed")
@@ -155,7 +155,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     def step() -> None:
         work()
 
-    found = timed_steps(step, [()] * (job["warmup"] + job["steps"]), RankMemory(job))
+    found = timed_steps(step, [()] * (job["warmup"] + job["steps"]), PeakSampler(job["allocator"] is not None))
     return found | {"losses": [], "moved_bytes": moved_bytes}
 
 

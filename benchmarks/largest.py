@@ -29,7 +29,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -60,7 +59,7 @@ from _harness import (
     run_ranks,
 )
 from _model import SIZES, GPTSize, build_batches, build_model
-from _worker import OVER_BUDGET_STATUS, PeakSampler, rank_bytes
+from _worker import OVER_BUDGET_STATUS, PeakSampler
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -110,32 +109,20 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
         import_libraries(job["kind"], setup)
     losses: list[float] = []
     seconds: list[float] = []
-    start_bytes = rank_bytes(ranks) if measures_host else 0
-    sampler = _sampler(ranks, start_bytes + job["budget_bytes"]) if measures_host else None
-    with sampler or nullcontext():
+    sampler = PeakSampler(measures_host, _SAMPLING_SECONDS, job["budget_bytes"])
+    with sampler:
         trainer = BUILDERS[job["kind"]](partial(build_model, shape), setup, **job["options"])
         for _ in range(job["warmup"] + job["steps"]):
             started = time.perf_counter()
             loss = trainer.step(*batch)
-            if setup.device != "cpu":
-                _device.synchronize()
+            _device.synchronize()
             seconds.append(time.perf_counter() - started)
             losses.append(float(loss))
-    peak_bytes = sampler.peak_bytes - start_bytes if sampler else None
+    peak_bytes = sampler.peak_bytes - sampler.start_bytes if measures_host else None
     if setup.device != "cpu":
         peak_bytes = _device.peaks().reserved
     trainer.close()
     return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
-
-
-def _sampler(ranks: int, most_bytes: int) -> PeakSampler:
-    """Return a sampler that ends this process as soon as it holds more than so much."""
-
-    def check(peak_bytes: int) -> None:
-        if peak_bytes > most_bytes:
-            _worker.leave(OVER_BUDGET_STATUS)
-
-    return PeakSampler(ranks, _SAMPLING_SECONDS, check)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

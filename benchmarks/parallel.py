@@ -44,19 +44,35 @@ from _harness import (
     over,
     run_steps,
 )
-from _worker import RankMemory, timed_steps
+from _worker import PeakSampler, timed_steps
 from gpu import python_path
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-def _sized(layers: int, width: int, inner: int, heads: int, vocabulary: int, tokens: int) -> dict[str, int]:
-    """rows: sequences of a step; tokens: of a sequence."""
-    sizes = {"layers": layers, "width": width, "inner": inner, "heads": heads, "key_heads": heads // 2}
-    return sizes | {"vocabulary": vocabulary, "tokens": tokens, "rows": 2}
+def _llama(**sizes: int) -> dict[str, Any]:
+    return {"use_cache": False, "num_key_value_heads": sizes["num_attention_heads"] // 2, **sizes}
 
 
-SIZES = {"4 x 512": _sized(4, 512, 1408, 8, 8192, 256), "tiny": _sized(1, 32, 32, 4, 64, 16)}
+SIZES = {
+    "4 x 512": _llama(
+        num_hidden_layers=4,
+        hidden_size=512,
+        intermediate_size=1408,
+        num_attention_heads=8,
+        vocab_size=8192,
+        max_position_embeddings=256,
+    ),
+    "tiny": _llama(
+        num_hidden_layers=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_attention_heads=4,
+        vocab_size=64,
+        max_position_embeddings=16,
+    ),
+}
+ROWS = 2  # sequences of a step
 _NEW_NETWORK = 0x40000000
 _NETWORK = Path("/proc/self/net/dev")  # of the network that this process is in
 
@@ -90,7 +106,7 @@ CONTENDERS = by_name(
 # -- how each splits a Llama: a builder a kind -----------------------------------------------------------------------
 
 
-def _single(model: nn.Module, size: dict[str, int]) -> Trainer:
+def _single(model: nn.Module, size: dict[str, Any]) -> Trainer:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step(tokens: Tensor) -> float:
@@ -103,7 +119,7 @@ def _single(model: nn.Module, size: dict[str, int]) -> Trainer:
     return Trainer(step, lambda: None)
 
 
-def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
+def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
     """torch's own tensor parallelism; sequence: norms on parts of the tokens. The loss over parts of the logits."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -127,7 +143,7 @@ def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
     }
     if sequence:
         plan["model.norm"] = SequenceParallel()
-    for number in range(size["layers"]):
+    for number in range(size["num_hidden_layers"]):
         layer = f"model.layers.{number}"
         plan |= {f"{layer}.self_attn.{name}_proj": columns for name in "qkv"} | {f"{layer}.self_attn.o_proj": rows}
         plan |= {f"{layer}.mlp.gate_proj": columns, f"{layer}.mlp.up_proj": columns, f"{layer}.mlp.down_proj": rows}
@@ -142,7 +158,7 @@ def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
     others = [param for param in model.parameters() if not isinstance(param, DTensor)]
     optimizers = [torch.optim.AdamW(some, fused=True, **ADAMW) for some in (split, others) if some]
 
-    positions = torch.arange(size["tokens"])[None]
+    positions = torch.arange(size["max_position_embeddings"])[None]
 
     def step(tokens: Tensor) -> float:
         with loss_parallel():
@@ -158,21 +174,19 @@ def _dtensor(model: nn.Module, size: dict[str, int], sequence: bool) -> Trainer:
     return Trainer(step, dist.barrier)
 
 
-def _autotp(model: nn.Module, size: dict[str, int]) -> Trainer:
+def _autotp(model: nn.Module, size: dict[str, Any]) -> Trainer:
     """DeepSpeed's training with AutoTP."""
     deepspeed = importlib.import_module("deepspeed")
     dist.init_process_group("gloo")
     ranks = dist.get_world_size()
     model = deepspeed.tp_model_init(model, tp_size=ranks, dtype=torch.float32)
-    engine, *_ = deepspeed.initialize(
-        model=model, config=_deepspeed_config(size, tensor_parallel={"autotp_size": ranks})
-    )
+    engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(tensor_parallel={"autotp_size": ranks}))
     return Trainer(
         lambda tokens: _deepspeed_step(engine, lambda: engine(input_ids=tokens, labels=tokens).loss), dist.barrier
     )
 
 
-def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
+def _ulysses(model: nn.Module, size: dict[str, Any]) -> Trainer:
     """DeepSpeed's sequence parallelism for models of Hugging Face (ALST, arXiv 2506.13996)."""
     deepspeed = importlib.import_module("deepspeed")
     ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
@@ -182,18 +196,18 @@ def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
         model_name_or_path=model,
         core_attn_implementation="sdpa",
         sequence_parallel_size=ranks,
-        micro_batch_size=size["rows"],
-        seq_length=size["tokens"],
+        micro_batch_size=ROWS,
+        seq_length=size["max_position_embeddings"],
         seq_length_is_variable=False,
     )
-    config = _deepspeed_config(size, sequence_parallel_size=ranks)
+    config = _deepspeed_config(sequence_parallel_size=ranks)
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
-    length = size["tokens"] // ranks
+    length = size["max_position_embeddings"] // ranks
 
     def step(tokens: Tensor) -> float:
         shifted = functional.pad(tokens[:, 1:], (0, 1), value=-100)
         mine = slice(rank * length, (rank + 1) * length)
-        labels, positions = shifted[:, mine], torch.arange(size["tokens"])[None, mine].expand(size["rows"], -1)
+        labels, positions = shifted[:, mine], torch.arange(size["max_position_embeddings"])[None, mine].expand(ROWS, -1)
         whole = (shifted != -100).sum()
 
         def loss() -> Tensor:
@@ -208,9 +222,9 @@ def _ulysses(model: nn.Module, size: dict[str, int]) -> Trainer:
     return Trainer(step, dist.barrier)
 
 
-def _deepspeed_config(size: dict[str, int], **more: Any) -> dict[str, Any]:
+def _deepspeed_config(**more: Any) -> dict[str, Any]:
     return {
-        "train_micro_batch_size_per_gpu": size["rows"],
+        "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
         "zero_optimization": {"stage": 0},
         "steps_per_print": 1 << 30,
@@ -225,11 +239,11 @@ def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
     return float(loss.detach())
 
 
-def _lowtide(model: nn.Module, size: dict[str, int], split: str, more: dict[str, bool], transport: str) -> Trainer:
+def _lowtide(model: nn.Module, size: dict[str, Any], split: str, more: dict[str, bool], transport: str) -> Trainer:
     lowtide = importlib.import_module("lowtide")
     parallel = {split: int(os.environ["WORLD_SIZE"]), **more}
     config = lowtide_config(
-        train_micro_batch_size_per_gpu=size["rows"], parallel=parallel, communication={"transport": transport}
+        train_micro_batch_size_per_gpu=ROWS, parallel=parallel, communication={"transport": transport}
     )
     engine = lowtide.initialize(model, config)
     return Trainer(lambda tokens: float(engine.train_step({"input_ids": tokens, "labels": tokens}).loss), engine.close)
@@ -247,50 +261,35 @@ BUILDERS: dict[str, Callable[..., Trainer]] = {
 # -- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def build_model(size: dict[str, int]) -> torch.nn.Module:
+def build_model(size: dict[str, Any]) -> torch.nn.Module:
     """A Llama of Hugging Face's, with the same weights in each process."""
     here = str(Path(__file__).parent)
     sys.path[:] = [folder for folder in sys.path if folder != here]  # or transformers takes kernels.py for a package
     import transformers
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=size["vocabulary"],
-        hidden_size=size["width"],
-        intermediate_size=size["inner"],
-        num_hidden_layers=size["layers"],
-        num_attention_heads=size["heads"],
-        num_key_value_heads=size["key_heads"],
-        max_position_embeddings=size["tokens"],
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """On a rank: losses, seconds and bytes on the wire of every step (warm-up too), and in a memory run the peak."""
-    memory, size = RankMemory(job), SIZES[job["size"]]
+    memory, size = PeakSampler(job["allocator"] is not None), SIZES[job["size"]]
     numbers = torch.Generator().manual_seed(1)
-    shape = (job["warmup"] + job["steps"], size["rows"], size["tokens"])
-    batches = torch.randint(size["vocabulary"], shape, generator=numbers)
+    shape = (job["warmup"] + job["steps"], ROWS, size["max_position_embeddings"])
+    batches = torch.randint(size["vocab_size"], shape, generator=numbers)
     trainer = BUILDERS[job["kind"]](build_model(size), size, **job["options"])
     counters: list[int] = []
 
     def count_sent() -> None:
         if dist.is_initialized():
             dist.barrier()
-        counters.append(_sent())
+        (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
+        counters.append(int(line.split()[9]))  # bytes that went over the loopback device
 
     found = timed_steps(trainer.step, [(tokens,) for tokens in batches], memory, count_sent, count_sent)
     trainer.close()
     sent = [after - before for before, after in zip(counters[::2], counters[1::2], strict=True)]
     return found | {"sent": statistics.median(sent[job["warmup"] :])}
-
-
-def _sent() -> int:
-    """Bytes that went over the loopback device."""
-    (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
-    return int(line.split()[9])
 
 
 def network_of_its_own() -> bool:
@@ -347,7 +346,7 @@ def main() -> int:
         print("What is sent is not counted: a network of its own takes root on Linux.")
     size = SIZES[options.size]
     title = (
-        f"Llama {options.size}, {size['rows']} x {size['tokens']} tokens, fp32, {options.ranks} ranks, "
+        f"Llama {options.size}, {ROWS} x {size['max_position_embeddings']} tokens, fp32, {options.ranks} ranks, "
         f"{options.rounds} round(s) of {options.steps} steps"
     )
     python = str(options.deepspeed_python or sys.executable)  # the same for all

@@ -48,7 +48,7 @@ from _harness import (
     run_job,
 )
 from _model import SEED, VOCABULARY, GPTSize, Model, build_batches, build_model, loss_of
-from _worker import RankMemory, timed_steps
+from _worker import PeakSampler, timed_steps
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -295,7 +295,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         timelines.append(timeline.copy())
         timeline.clear()
 
-    found = timed_steps(step, batches, RankMemory(job), dist.barrier, note)
+    found = timed_steps(step, batches, PeakSampler(job["allocator"] is not None), dist.barrier, note)
     dist.barrier()
     return found | {"timelines": timelines[job["warmup"] :]}
 

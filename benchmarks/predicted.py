@@ -28,7 +28,6 @@ import torch
 from _contenders import lowtide_config
 from _harness import JobError, Parser, begin, count, environment_of, make_table, run_ranks, write_bars, write_json
 from _model import GPTSize, build_batches, build_model
-from rich.console import Console
 
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
@@ -60,12 +59,9 @@ class Case:
     config: dict[str, Any]
 
 
-def estimate_of(case: Case, measured: Measured | None) -> Estimate:
-    """Of the fullest rank. measured: without it the time means nothing, and bytes are the same."""
-    if measured is not None:
-        machine = Machine.measured(measured, case.ranks, _ENOUGH)
-    else:
-        machine = Machine(devices_per_host=case.ranks, device="cpu", device_bytes=_ENOUGH)
+def estimate_of(case: Case, measured: Measured) -> Estimate:
+    """Return the estimate of the fullest rank."""
+    machine = Machine.measured(measured, case.ranks, _ENOUGH)
     with torch.device("meta"):
         model = build_model(case.size)
     config = Config.load(case.config)
@@ -112,43 +108,37 @@ class Row:
         return self.predicted / self.measured
 
 
-def cases(counts: Sequence[int], folder: Path | None) -> list[Case]:
-    """The grid; a group has ten configs or more where there are several ranks."""
-    found = []
-    for ranks in counts:
-        for model, size in MODELS.items():
-            for name, config in _configs(ranks, size, folder).items():
-                found.append(Case(f"{model}, {ranks} ranks", name, ranks, size, config))
-    return found
+def cases(ranks: int, folder: Path | None) -> list[Case]:
+    """Return the grid; a group has ten configs or more."""
+    return [
+        Case(f"{model}, {ranks} ranks", name, ranks, size, config)
+        for model, size in MODELS.items()
+        for name, config in _configs(ranks, size, folder).items()
+    ]
 
 
 def _configs(ranks: int, size: GPTSize, folder: Path | None) -> dict[str, dict[str, Any]]:
-    found = {}
-    transports = ("shared_memory", "sockets") if ranks > 1 else ("auto",)
-    for transport in transports:
-        for stage in range(4):
-            for accumulation in (1, 3):
-                if transport == "sockets" and (stage == 2 or accumulation > 1):
-                    continue
-                name = f"stage {stage}, {accumulation} microbatches" + (f", {transport}" if ranks > 1 else "")
-                found[name] = _config(stage, accumulation, transport)
-    found["stage 0, 8 rows"] = _config(0, 1, transports[0], train_micro_batch_size_per_gpu=8)
-    found["stage 1, recomputed"] = _config(1, 1, transports[0], activation_checkpointing={"every": 1})
+    def config(stage: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+        more = {"train_micro_batch_size_per_gpu": 2, "communication": {"transport": shared}, **more}
+        return lowtide_config(stage, gradient_accumulation_steps=accumulation, **more)
+
+    shared, where = ("shared_memory", ", shared memory") if ranks > 1 else ("auto", "")
+    found = {
+        f"stage {stage}, {accumulation} microbatches{where}": config(stage, accumulation)
+        for stage in range(4)
+        for accumulation in (1, 3)
+    }
+    for stage in (0, 1, 3) if ranks > 1 else ():
+        found[f"stage {stage}, 1 microbatches, sockets"] = config(stage, communication={"transport": "sockets"})
+    found["stage 0, 8 rows"] = config(0, train_micro_batch_size_per_gpu=8)
+    found["stage 1, recomputed"] = config(1, activation_checkpointing={"every": 1})
     if folder is not None:
         zero = {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
-        found["stage 1, states in files"] = _config(1, 1, transports[0], zero_optimization=zero)
+        found["stage 1, states in files"] = config(1, zero_optimization=zero)
     for schedule in ("1f1b", "zb-h1") if ranks > 1 and size.num_layers >= ranks else ():
         pipeline: dict[str, Any] = {"parallel": {"pipeline": ranks}, "pipeline": {"schedule": schedule}}
-        found[f"pipeline, {schedule}"] = _config(0, 2 * ranks, "auto", **pipeline)
+        found[f"pipeline, {schedule}"] = config(0, 2 * ranks, communication={"transport": "auto"}, **pipeline)
     return found
-
-
-def _config(stage: int, accumulation: int, transport: str, **more: Any) -> dict[str, Any]:
-    return lowtide_config(
-        stage,
-        **{"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation} | more,
-        communication={"transport": transport},
-    )
 
 
 def measured_seconds(some: Sequence[Case], steps: int, rounds: int, timeout: float) -> list[float]:
@@ -207,7 +197,7 @@ def main() -> None:
         raise SystemExit(f"predicted: {error}") from error
     rows = []
     for ranks in options.ranks:
-        some = cases([ranks], options.folder)
+        some = cases(ranks, options.folder)
         try:
             seconds = measured_seconds(some, options.steps, options.rounds, options.timeout)
         except JobError as error:
@@ -215,15 +205,6 @@ def main() -> None:
         for case, found in zip(some, seconds, strict=True):
             said = estimate_of(case, machine)
             rows.append(Row(case.group, case.name, ranks, said.step_seconds, found, dict(said.seconds)))
-    _show(rows, console)
-    write_json(options, {"rows": [asdict(row) for row in rows], **conclusions(rows)})
-    if options.png:
-        panel = ("predicted over measured seconds of a step", [[row.ratio] for row in rows], 1.0)
-        labels = [f"{row.group}: {row.name}" for row in rows]
-        write_bars(options.png, "Predicted beside measured", labels, [True] * len(rows), [panel])
-
-
-def _show(rows: Sequence[Row], console: Console) -> None:
     lines = []
     for row in rows:
         parts = " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in row.parts.items() if seconds > 5e-5)
@@ -231,11 +212,14 @@ def _show(rows: Sequence[Row], console: Console) -> None:
         lines.append([row.group, row.name, *times, parts])
     headings = ["group", "config", "predicted", "measured", "ratio", "prediction's parts"]
     console.print(make_table("a step, ms", headings, lines, num_texts=2))
-    found = conclusions(rows)
-    for group, one in found["groups"].items():
+    for group, one in conclusions(rows)["groups"].items():
         tau = "" if one["tau"] is None else f", tau {one['tau']:.2f}"
         console.print(f"{group}: median error {100 * one['median_error']:.1f} %{tau}")
-    console.print(f"all: median error {100 * found['median_error']:.1f} %")
+    write_json(options, {"rows": [asdict(row) for row in rows], **conclusions(rows)})
+    if options.png:
+        panel = ("predicted over measured seconds of a step", [[row.ratio] for row in rows], 1.0)
+        labels = [f"{row.group}: {row.name}" for row in rows]
+        write_bars(options.png, "Predicted beside measured", labels, [True] * len(rows), [panel])
 
 
 if __name__ == "__main__":

@@ -164,23 +164,14 @@ def costs_by_world(worlds: Sequence[int], stage: int, num_blocks: int, rounds: i
     return found
 
 
-@dataclass(frozen=True)
-class Pipe:
-    """A simulated pipeline."""
-
-    stages: int
-    seconds: float
-    bubble: float
-    closed_form: float
-
-
-def pipe_of(stages: int) -> Pipe:
-    """1F1B, where each stage takes the same time."""
+def pipe_of(stages: int) -> dict[str, float]:
+    """Simulate 1F1B, where each stage takes the same time; return the seconds of that and the share of its bubble."""
     microbatches = 4 * stages
     started = time.process_time()
     outcome = FastSimulation(make_schedule("1f1b", stages, microbatches)).outcome(Costs.uniform(stages))
     bubble = 1 - sum(outcome.busy) / (stages * outcome.makespan)
-    return Pipe(stages, time.process_time() - started, bubble, (stages - 1) / (microbatches + stages - 1))
+    closed_form = (stages - 1) / (microbatches + stages - 1)
+    return {"stages": stages, "seconds": time.process_time() - started, "bubble": bubble, "closed_form": closed_form}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -208,9 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append([f"{one.ranks:,}", *work, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}"])
     headings = ["ranks", "initialize: work", "x", "step: work", "x", "collectives", "MB sent"]
     console.print(make_table("", headings, lines))
-    lines = [[str(one.stages), *(f"{of:.5f}" for of in (one.seconds, one.bubble, one.closed_form))] for one in pipes]
+    lines = [[str(one["stages"]), *(f"{value:.5f}" for value in list(one.values())[1:])] for one in pipes]
     console.print(make_table("", ["stages", "simulated in, s", "bubble", "(p - 1) / (m + p - 1)"], lines))
-    write_json(given, {"ranks": list(map(asdict, costs)), "stages": list(map(asdict, pipes))})
+    write_json(given, {"ranks": list(map(asdict, costs)), "stages": pipes})
     if given.png:
         labels = [f"{one.ranks:,} ranks" for one in costs]
         panels = [(f"work of {what}, x the first", [[one] for one in found], MOST) for what, found in ratios.items()]

@@ -20,23 +20,27 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from _contenders import BUILDERS, Setup, lowtide
 from _harness import (
+    Column,
     Contender,
     JobError,
     Parser,
+    Result,
+    Row,
     begin,
     by_name,
+    conclude,
     count,
     environment_of,
-    make_table,
+    find,
+    job_of,
     run_ranks,
-    write_bars,
-    write_json,
 )
 from _model import SIZES, build_batches, build_model
 
@@ -44,10 +48,7 @@ SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 LEARNING_RATE = 1e-3
 RANKS_OF_HOST = 2
 ADDRESSES = ("10.78.0.1", "10.78.0.2")
-SETTLED = 4
-"""Steps after which every contender sends what it sends from then on: 1-bit Adam and PowerSGD begin with whole
-gradients."""
-REFERENCE = "plain"
+SETTLED = 4  # steps; 1-bit Adam and PowerSGD begin with whole gradients
 
 PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv", "mount")
@@ -168,13 +169,12 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
         for number in range(job["rounds"]):
             for name, trainer in trainers.items():
                 dist.barrier()
-                before, worked, started = sent_bytes(), time.process_time(), time.perf_counter()
+                before, started = sent_bytes(), time.perf_counter()
                 for step in range(job["steps"]):
                     loss = trainer.step(*batches[step % len(batches)])
                 dist.barrier()  # a packet that waits still counts as the step's
                 seconds, sent = time.perf_counter() - started, sent_bytes() - before
                 each = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"], "loss": float(loss)}
-                each["processor_seconds"] = (time.process_time() - worked) / job["steps"]
                 found.append({"contender": name, "speed": speed, "round": number, **each})
     return found
 
@@ -183,7 +183,7 @@ def train(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    """Return what rank 0 has measured. Raises JobError where a rank fails or the time is over."""
+    """Return the records of rank 0. Raises JobError where a rank fails or the time is over."""
     with two_hosts() as before:
 
         def place(rank: int) -> tuple[list[str], dict[str, str]]:
@@ -192,78 +192,63 @@ def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
 
         environment = environment_of(1, None) | {"GLOO_SOCKET_IFNAME": CABLE}
         found = run_ranks(job, 2 * RANKS_OF_HOST, sys.executable, environment, timeout_seconds, place=place)
-    rank_0: list[dict[str, Any]] = found[0]
-    return rank_0
+    records: list[dict[str, Any]] = found[0]
+    return records
 
 
-def summary(records: Sequence[dict[str, Any]], speeds: Sequence[float]) -> list[dict[str, Any]]:
-    """A row for each contender: megabytes of a step, and at each speed its seconds and how much faster it is."""
-    rows = []
-    for name in dict.fromkeys(record["contender"] for record in records):
-        own = [record for record in records if record["contender"] == name]
-        row: dict[str, Any] = {"contender": name, "megabytes": statistics.median(r["bytes"] for r in own) / 1e6}
-        for speed in speeds:
-            seconds = {r["round"]: r["seconds"] for r in own if r["speed"] == speed}
-            row[f"seconds at {speed:.0f}"] = statistics.median(seconds.values())
-            first = {r["round"]: r["seconds"] for r in records if r["contender"] == REFERENCE and r["speed"] == speed}
-            ratios = [first[number] / one for number, one in seconds.items() if number in first]
-            row[f"times at {speed:.0f}"] = statistics.median(ratios) if ratios else None
-        rows.append(row)
-    return rows
+def rows_of(records: Sequence[dict[str, Any]]) -> list[Row]:
+    """Return a row for each contender, with its turns at all speeds as rounds."""
+    rows = {record["contender"]: Row(CONTENDERS[record["contender"]]) for record in records}
+    for record in records:
+        timed = rows[record["contender"]].timed
+        timed[len(timed)] = Result([record["loss"]], [record["seconds"]], more=record)
+    return list(rows.values())
 
 
-def cells(row: dict[str, Any], speeds: dict[str, float]) -> list[str]:
-    """Return the line of a contender in the table."""
-    found = [CONTENDERS[row["contender"]].label, f"{row['megabytes']:.1f}"]
-    for speed in speeds.values():
-        times = row[f"times at {speed:.0f}"]
-        faster = "" if times is None else f" ({times:.2f} x)"
-        found.append(f"{1000 * row[f'seconds at {speed:.0f}']:.0f}{faster}")
+def columns(rows: Sequence[Row], speeds: dict[str, float]) -> list[Column]:
+    """Rates are compared with plain's in the same round."""
+
+    def megabytes(row: Row) -> float:
+        return float(statistics.median(job.more["bytes"] for job in row.timed.values())) / 1e6
+
+    def milliseconds(speed: float, row: Row) -> list[float]:
+        return [job.step_seconds * 1e3 for job in row.timed.values() if job.more["speed"] == speed]
+
+    def rates(speed: float, row: Row) -> list[float]:
+        plain = find(rows, "plain")
+        theirs = milliseconds(speed, plain) if plain else []
+        return [their / own for their, own in zip(theirs, milliseconds(speed, row), strict=False)]
+
+    found = [Column("MB sent by a\nhost in a step", megabytes, ".1f")]
+    for name, speed in speeds.items():
+        panel = f"{name}: steps a second / plain stage 3's (more is better)"
+        found.append(Column(f"{name}\nms a step", partial(milliseconds, speed), ".0f"))
+        found.append(Column("x plain's\nrate", partial(rates, speed), panel=panel, line=1.0))
     return found
 
 
-def draw(rows: Sequence[dict[str, Any]], speeds: dict[str, float], path: Path) -> None:
-    """The rate of each contender over plain's, at each speed."""
-    contenders = [CONTENDERS[row["contender"]] for row in rows]
-    panels = []
-    for name, speed in speeds.items():
-        rates = [[row[f"times at {speed:.0f}"] or 0.0] for row in rows]
-        panels.append((f"{name}: steps a second / plain stage 3's (more is better)", rates, 1.0))
-    is_ours = [one.kind == "lowtide" for one in contenders]
-    write_bars(path, "on the wire", [one.label for one in contenders], is_ours, panels)
-
-
-def main(argv: list[str] | None = None) -> None:
+def main(argv: list[str] | None = None) -> int:
     parser = Parser(__doc__)
-    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
-    parser.add_argument("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
-    warmup = f"steps before anything is measured (default: {SETTLED})"
-    parser.add_argument("--warmup", type=count(), default=SETTLED, help=warmup)
-    parser.add_argument("--steps", type=count(), default=2, help="of a contender in its turn (default: 2)")
-    parser.add_argument("--rounds", type=count(), default=3, help="turns at each speed (default: 3)")
-    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds (default: 3600)")
+    add = parser.add_argument
+    add("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
+    add("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
+    add("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
+    add("--warmup", type=count(), default=SETTLED, help="steps before anything is measured (default: %(default)s)")
+    add("--steps", type=count(), default=2, help="of a contender in its turn (default: 2)")
+    add("--rounds", type=count(), default=3, help="turns at each speed (default: 3)")
+    add("--timeout", type=float, default=3600.0, help="seconds (default: 3600)")
     options = parser.parse_args(argv)
     if why := fault():
         raise SystemExit(f"wire: expected a machine on which two hosts can be made, found none: {why}")
     speeds = {name: SPEEDS[name] for name in options.speeds}
-    told = {key: value for key, value in vars(options).items() if key not in ("json", "png")}
-    job = told | {"speeds": list(speeds.values()), "worker": "wire:train", "threads": 1}
+    told = {"contenders": options.contenders, "speeds": list(speeds.values()), "worker": "wire:train", "threads": 1}
     try:
-        records = run(job, options.timeout)
+        rows = rows_of(run(job_of(options) | told, options.timeout))
     except JobError as error:
         raise SystemExit(f"wire: {error}") from error
-    rows = summary(records, list(speeds.values()))
-    headings = [
-        "contender",
-        "MB sent by a host\nin a step",
-        *(f"{name}: ms a step\n(x plain's rate)" for name in speeds),
-    ]
-    begin().print(make_table("", headings, [cells(row, speeds) for row in rows]))
-    write_json(options, {"job": job, "records": records, "rows": rows})
-    if options.png:
-        draw(rows, speeds, options.png)
+    title = f"GPT {options.size} in bf16, two hosts of {RANKS_OF_HOST} ranks"
+    return conclude(options, begin(), rows, {title: columns(rows, speeds)}, title)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

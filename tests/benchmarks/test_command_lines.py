@@ -12,15 +12,9 @@ Script = Callable[[str], ModuleType]
 
 # What each script cannot do without.
 NEEDED = {"pipeline": ["--mode", "work"], "largest": ["--device", "cpu", "--budget-mib", "200"]}
-WITH_JOBS = ["compare", "pipeline", "checkpoint", "largest", "parallel", "cpu_optimizer"]
-WITH_MEMORY = [name for name in WITH_JOBS if name != "cpu_optimizer"]
 COUNTS = {
     "compare": ["rounds", "steps", "ranks", "threads", "microbatch", "accumulation", "memory-steps"],
-    "pipeline": ["microbatches"],
-    "checkpoint": ["repeats"],
-    "largest": ["budget-mib", "start-layers", "max-layers", "ranks", "microbatch"],
     "offload_io": ["size", "unit", "rounds"],
-    "cpu_optimizer": ["numel"],
     "host_time": ["ranks", "rounds", "steps"],
     "predicted": ["steps", "ranks"],
 }
@@ -60,50 +54,37 @@ def test_what_is_impossible_is_said(
     assert f"error: {expected}" in error_of(script(name), [*NEEDED.get(name, []), *arguments.split()], capsys)
 
 
-@pytest.mark.parametrize("name", WITH_JOBS)
 def test_an_unknown_contender_is_named_beside_those_there_are(
-    script: Script, name: str, capsys: pytest.CaptureFixture[str]
+    script: Script, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [*NEEDED.get(name, []), "--contenders", "dpp"]
-    said = error_of(script(name), arguments, capsys).replace("'", "")
-    assert re.search(r"--contenders: expected some of \S.*(lowtide-3|lowtide-tensor|1f1b|kernel).*; found dpp$", said)
+    said = error_of(script("compare"), ["--contenders", "dpp"], capsys).replace("'", "")
+    assert re.search(r"--contenders: expected some of \S.*lowtide-3.*; found dpp$", said)
 
 
-@pytest.mark.parametrize("name", WITH_JOBS)
 def test_deepspeed_needs_an_interpreter_that_has_it(
-    script: Script, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = script(name)
+    loaded = script("compare")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    contender = {"pipeline": "deepspeed", "cpu_optimizer": "deepspeed", "parallel": "ulysses"}.get(name, "deepspeed-3")
-    said = error_of(loaded, [*NEEDED.get(name, []), "--contenders", contender], capsys)
+    said = error_of(loaded, ["--contenders", "deepspeed-3"], capsys)
     assert "--contenders: " in said and "--deepspeed-python" in said
+    said = error_of(loaded, ["--deepspeed-python", str(tmp_path / "python")], capsys)
+    assert said.endswith(f"--deepspeed-python: expected an interpreter, found nothing to run at {tmp_path / 'python'}")
 
 
-@pytest.mark.parametrize("name", WITH_JOBS)
-def test_an_interpreter_that_is_not_there_is_said(
-    script: Script, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "bin" / "python"
-    said = error_of(script(name), [*NEEDED.get(name, []), "--deepspeed-python", str(path)], capsys)
-    assert said.endswith(f"--deepspeed-python: expected an interpreter, found nothing to run at {path}")
-
-
-@pytest.mark.parametrize("name", WITH_MEMORY)
 def test_a_system_that_does_not_tell_its_memory_is_refused(
     script: Script,
     helper: Callable[[str], ModuleType],
-    name: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    loaded = script(name)
+    compare, largest = script("compare"), script("largest")
     monkeypatch.setattr(helper("_worker"), "supported", lambda: False)
-    said = error_of(loaded, NEEDED.get(name, []), capsys)
-    assert "/proc/self/smaps_rollup with Pss_Shmem (Linux 5.0 or newer)" in said
-    if name != "largest":
-        assert said.endswith("use --memory none")
-        assert loaded.parse_arguments([*NEEDED.get(name, []), "--memory", "none"]).memory == "none"
+    needs = "/proc/self/smaps_rollup with Pss_Shmem (Linux 5.0 or newer)"
+    said = error_of(compare, [], capsys)
+    assert needs in said and said.endswith("use --memory none")
+    assert compare.parse_arguments(["--memory", "none"]).memory == "none"
+    assert needs in error_of(largest, NEEDED["largest"], capsys)
 
 
 Devices = Callable[..., None]
@@ -126,22 +107,14 @@ def test_the_largest_model_needs_a_budget(script: Script, devices: Devices, caps
     largest, said = script("largest"), "--budget-mib: must be given on {}: MiB that a rank may take, such as 200"
     devices(1, None)
     assert error_of(largest, [], capsys).endswith(said.format("cuda"))
-    devices(0)
-    assert error_of(largest, ["--device", "cuda"], capsys).endswith("--device cuda: expected cpu")
-    assert error_of(largest, [], capsys).endswith(said.format("cpu"))
-
-
-def test_states_on_the_cpu_are_compared_on_a_gpu_alone(script: Script, devices: Devices) -> None:
-    largest = script("largest")
-    options = largest.parse_arguments(["--device", "cpu", "--budget-mib", "200"])
-    names = [contender.name for contender in options.contenders if contender.kind != "deepspeed"]
-    assert names[:3] == ["ddp", "fsdp2", "lowtide-0"] and "lowtide-3-nvme" in names
-    assert "lowtide-3-states-cpu" not in names and options.ranks == 2
     devices(3)
     assert largest.parse_arguments([]).budget_mib == 8192
     options = largest.parse_arguments(["--budget-mib", "200"])
     assert "lowtide-3-states-cpu" in [contender.name for contender in options.contenders]
     assert options.device == "cuda" and options.ranks == 3
+    devices(0)
+    assert error_of(largest, ["--device", "cuda"], capsys).endswith("--device cuda: expected cpu")
+    assert error_of(largest, [], capsys).endswith(said.format("cpu"))
 
 
 def test_names_may_end_in_a_star(script: Script) -> None:

@@ -17,12 +17,6 @@ def test_no_other_interval_is_of_more_use_than_dalys(script: Script, mean: float
     assert found.of_use(found.daly_seconds) >= found.of_use(found.young_seconds)
 
 
-def test_young_and_daly_agree_where_saves_are_short(script: Script) -> None:
-    found = script("failures").Failures(86400.0, 1.0, 0.0)
-    assert found.young_seconds == pytest.approx((2 * 86400) ** 0.5)
-    assert found.daly_seconds == pytest.approx(found.young_seconds, rel=0.003)
-
-
 def test_what_is_of_use_is_that_of_a_job_that_fails_at_random(script: Script) -> None:
     mean, save, restart, interval = 1000.0, 40.0, 150.0, 250.0
     draw, elapsed, saved = random.Random(0), 0.0, 0

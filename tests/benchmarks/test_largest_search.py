@@ -23,6 +23,9 @@ def search(
 
 def test_layers_are_doubled_and_then_bisected(helper: Helper) -> None:
     assert search(helper, 11) == (11, [2, 4, 8, 16, 12, 10, 11])
+    assert search(helper, 0, start=8) == (0, [8, 4, 2, 1])
+    assert search(helper, 10**6, most=11) == (11, [2, 4, 8, 11])
+    assert search(helper, 10**6, start=3, most=3) == (3, [3])
 
 
 @pytest.mark.parametrize("resolution", [0.01, 0.05, 0.5])
@@ -32,21 +35,3 @@ def test_what_is_found_fits_and_is_within_the_resolution(helper: Helper, start: 
         found, tried = search(helper, truth, start, resolution=resolution)
         assert found == truth or 0 < truth - found < resolution * found
         assert len(set(tried)) == len(tried) <= 20 and 0 not in tried
-
-
-def test_none_fits(helper: Helper) -> None:
-    assert search(helper, 0, start=8) == (0, [8, 4, 2, 1])
-
-
-def test_no_more_than_the_most_is_tried(helper: Helper) -> None:
-    assert search(helper, 10**6, most=11) == (11, [2, 4, 8, 11])
-    assert search(helper, 10, most=11) == (10, [2, 4, 8, 11, 9, 10])
-    assert search(helper, 10**6, start=3, most=3) == (3, [3])
-
-
-def test_a_failure_ends_the_search(helper: Helper) -> None:
-    def fits(layers: int) -> bool:
-        raise RuntimeError(f"{layers} layers")
-
-    with pytest.raises(RuntimeError, match="2 layers"):
-        helper("largest").most_layers(fits, 2, 8, 0.05)

@@ -35,26 +35,15 @@ def test_a_model_without_values_gets_those_of_the_constructor(helper: Helper) ->
         assert abs(float((other - param).detach().mean())) < 0.02, name
 
 
-def test_every_new_peak_is_told_once(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = helper("_worker")
-    samples = iter([5, 0, 7, 7, 9])
-    monkeypatch.setattr(memory, "rank_bytes", lambda ranks, above: next(samples))
-    told: list[int] = []
-    sampler = memory.PeakSampler(2, on_peak=told.append)
-    for _ in range(5):
-        sampler.sample()
-    assert told == [5, 7, 9] and sampler.peak_bytes == 9
-
-
 def test_a_rank_leaves_as_soon_as_it_is_over_its_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    largest, worker = helper("largest"), helper("_worker")
-    left: list[int] = []
+    worker, left, samples = helper("_worker"), list[int](), iter([100, 120, 0, 251])
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(worker, "leave", left.append)
-    samples = iter([120, 151])
-    monkeypatch.setattr(worker, "rank_bytes", lambda ranks, above: next(samples))
-    sampler = largest._sampler(2, 150)
+    monkeypatch.setattr(worker, "rank_bytes", lambda ranks, above=0: next(samples))
+    sampler = worker.PeakSampler(True, budget_bytes=150)
     sampler.sample()
-    assert left == []
+    sampler.sample()
+    assert left == [] and sampler.peak_bytes == 120 and sampler.start_bytes == 100
     sampler.sample()
     assert left == [worker.OVER_BUDGET_STATUS]
 

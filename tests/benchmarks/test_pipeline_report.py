@@ -1,7 +1,6 @@
 """A comparison of pipelines: makespans and bubbles of what was done when, ratios, and losses that differ."""
 
 import io
-import math
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -35,14 +34,10 @@ def row(helper: Helper) -> Callable[..., Any]:
     return make
 
 
-def test_a_makespan_is_from_the_first_start_to_the_last_end(helper: Helper) -> None:
-    assert helper("pipeline").makespan(TIMELINE) == 6.0
-
-
-def test_a_bubble_is_the_share_of_all_ranks_time_without_an_action(helper: Helper) -> None:
-    bubble = helper("pipeline").bubble
-    assert bubble(TIMELINE) == 0.5
-    assert bubble([[("F", 0, 0, 0.0, 2.0)]]) == 0.0
+def test_a_bubble_is_the_share_of_the_makespan_without_an_action(helper: Helper) -> None:
+    pipeline = helper("pipeline")
+    assert pipeline.makespan(TIMELINE) == 6.0 and pipeline.bubble(TIMELINE) == 0.5
+    assert pipeline.bubble([[("F", 0, 0, 0.0, 2.0)]]) == 0.0
 
 
 def test_the_step_that_is_shown_has_the_median_makespan(helper: Helper, row: Callable[..., Any]) -> None:
@@ -75,15 +70,10 @@ def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row
     assert ours.step_seconds == 1.5 and row("1f1b", 2, {}).step_seconds is None
 
 
-@pytest.mark.parametrize(("loss", "difference"), [(4.001, "2.5e-04"), (math.nan, "nan")])
-def test_losses_that_differ_fail(helper: Helper, row: Callable[..., Any], loss: float, difference: str) -> None:
-    ours, other = row("zb-v", 2, {0: [1.0]}, [5.0, loss]), row("zb-v", 4, {0: [1.0]}, [5.0, 4.001])
-    rows = [ours, row("torch-zb-v", 2, {0: [1.0]}), other]
-    helper("_harness").judge_losses(rows, lambda one: helper("pipeline").reference_of(rows, one), 1e-4)
-    assert ours.failure == (
-        f"losses differ: expected at most 0.0001 (relative) from torch-zb-v on 2 ranks, found {difference}"
-    )
-    assert rows[1].failure is None and other.failure is None
+def test_the_losses_of_torch_on_as_many_ranks_are_right(helper: Helper, row: Callable[..., Any]) -> None:
+    ours, peer, other = row("zb-v", 2, {0: [1.0]}), row("torch-zb-v", 2, {0: [1.0]}), row("zb-v", 4, {0: [1.0]})
+    rows, reference_of = [ours, peer, other], helper("pipeline").reference_of
+    assert reference_of(rows, ours) is peer and reference_of(rows, other) is other
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_median_is_of_how_far_predictions_are_off(script: Callable[[str], Mo
 
 def test_each_group_has_ten_configs_to_rank(script: Callable[[str], ModuleType]) -> None:
     predicted = script("predicted")
-    cases = predicted.cases([1, 2], Path("folder"))
+    cases = [case for ranks in (1, 2) for case in predicted.cases(ranks, Path("folder"))]
     names = {(case.group, case.name) for case in cases}
     assert len(names) == len(cases)
     groups = [group for group, _ in names]

@@ -24,10 +24,13 @@ def test_fewer_bits_are_fewer_bytes_on_the_cable(
     if why := wire.fault():
         pytest.skip(why)
     monkeypatch.setattr(wire, "RANKS_OF_HOST", 1)
-    wire.main(["--contenders", *names, *options, "--json", str(record), "--png", str(image)])
-    rows = {row["contender"]: row for row in json.loads(record.read_text())["rows"]}
-    assert list(rows) == names and image.stat().st_size > 0
-    assert all(0 < rows[name]["megabytes"] < 0.35 * rows["plain"]["megabytes"] for name in names[1:])
+    assert wire.main(["--contenders", *names, *options, "--json", str(record), "--png", str(image)]) == 0
+    found = json.loads(record.read_text())["contenders"]
+    sent = {
+        row["contender"]["name"]: next(iter(row["tables"].values()))["MB sent by a host in a step"] for row in found
+    }
+    assert list(sent) == names and image.stat().st_size > 0
+    assert all(0 < sent[name] < 0.35 * sent["plain"] for name in names[1:])
 
 
 def test_every_contender_has_a_config_that_loads(script: Helper) -> None:
@@ -40,13 +43,14 @@ def test_every_contender_has_a_config_that_loads(script: Helper) -> None:
 def test_rates_are_compared_round_by_round(script: Helper) -> None:
     wire = script("wire")
     records: list[dict[str, Any]] = [
-        {"contender": name, "speed": 1e9, "round": number, "seconds": seconds, "bytes": 2e6}
+        {"contender": name, "speed": 1e9, "round": number, "seconds": seconds, "bytes": 2e6, "loss": 1.0}
         for number, slow in enumerate((1.0, 10.0, 3.0))  # of the machine
         for name, seconds in (("plain", 4 * slow), ("hpz", 2 * slow))
     ]
-    plain, hpz = wire.summary(records, [1e9])
-    assert plain["times at 1000000000"] == 1.0 and hpz["times at 1000000000"] == 2.0
-    assert wire.cells(hpz, {"1 Gbit/s": 1e9}) == ["lowtide stage 3, hpZ", "2.0", "6000 (2.00 x)"]
+    rows = wire.rows_of(records)
+    _, milliseconds, rate = wire.columns(rows, {"1 Gbit/s": 1e9})
+    assert rate.value(rows[0]) == 3 * [1.0] and rate.value(rows[1]) == 3 * [2.0]
+    assert milliseconds.cell(rows[1]) == "6000 [dim](2000-20000)[/dim]"
 
 
 def test_a_machine_without_namespaces_is_told_so(script: Helper, monkeypatch: pytest.MonkeyPatch) -> None:

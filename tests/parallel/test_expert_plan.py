@@ -1,21 +1,27 @@
 """Which experts are split, and what is said where they cannot be."""
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide.engine.archive.named_state import taken
 from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.config.config import Config, ConfigError
+from lowtide.engine.config.config import Config
 from lowtide.engine.model.prepared_model import check_units
 from lowtide.offload import TensorShard
-from lowtide.parallel.experts import ExpertPlan
-from lowtide.parallel.sequence_data import SequenceError, check_model
+from lowtide.parallel.experts import ExpertLayout, ExpertPlan
+from lowtide.parallel.plan import TensorPlan
+from lowtide.parallel.sequence_data import check_model
 from lowtide.parallel.tiles import Tiled
 from tests.kit import models
-from tests.parallel import expert_models as moe
+from tests.kit.training import refusal
+from tests.parallel import models_of_others as others
 from tests.parallel.test_expert_routing import Experts, Routed
+from tests.parallel.trainings import EXPERT, split_config
 
 
 class Listed(nn.Module):
@@ -26,29 +32,29 @@ class Listed(nn.Module):
         self.layers = nn.ModuleList(nn.ModuleDict({"experts": nn.ModuleList([nn.Linear(2, 2)])}) for _ in range(3))
 
 
-class Aliased(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shown = self.layers[0].up
+def routed(change: Callable[[Any], object]) -> nn.Module:
+    model: Any = Routed()
+    change(model)
+    return model
 
 
-class Scaled(Routed):
-    """A buffer has a row for each expert, and stays whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[1].register_buffer("scale", torch.ones(4))
+def alias(model: Any) -> None:
+    model.shown = model.layers[0].up
 
 
-class Adapted(Routed):
-    """A module inside has a row for each expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers[0].add_module("adapter", nn.Embedding(4, 7))
+def scale(model: Any) -> None:
+    model.layers[1].register_buffer("scale", torch.ones(4))
 
 
-@pytest.mark.parametrize("build", [moe.mixtral, moe.qwen, moe.deepseek, moe.gpt_oss])
+def adapt(model: Any) -> None:
+    model.layers[0].add_module("adapter", nn.Embedding(4, 7))
+
+
+def mix(model: Any) -> None:
+    model.experts = nn.ModuleList([nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize("build", [others.mixtral, others.qwen_moe, others.deepseek, others.gpt_oss])
 def test_experts_of_transformers_are_found(build: Any) -> None:
     plan = ExpertPlan.of(build(), 2)
     assert len(plan.layers) in (1, 2) and not plan.left_whole
@@ -59,33 +65,26 @@ def test_experts_of_transformers_are_found(build: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("build", "degree", "text"),
+    ("model", "degree", "text"),
     [
-        (models.mlp, 2, "parallel.expert: expected a model with experts to split over 2 ranks, found none"),
-        (Listed, 2, r"found only 'layers.\*.experts', of an unknown form. The experts of a layer must be a single"),
-        (Routed, 3, r"'layers.0': experts\(4\) % expert\(3\) = 1; set parallel.expert to a divisor of 4"),
-        (Aliased, 2, r"that 'layers.0' shares no parameter, found the same parameter at '.shown'"),
+        (models.mlp(), 2, "parallel.expert: expected a model with experts to split over 2 ranks, found none"),
+        (Listed(), 2, "found only 'layers.*.experts', of an unknown form. The experts of a layer must be a single"),
+        (Routed(), 3, "'layers.0': experts(4) % expert(3) = 1; set parallel.expert to a divisor of 4"),
+        (routed(alias), 2, "that 'layers.0' shares no parameter, found the same parameter at '.shown'"),
         (
-            Scaled,
+            routed(scale),
             2,
-            r"'layers.1.scale' of shape \(4,\) has a row for each expert, but is no direct parameter of 'layers.1'",
+            "'layers.1.scale' of shape (4,) has a row for each expert, but is no direct parameter of 'l",
         ),
-        (Adapted, 2, r"'layers.0.adapter.weight' of shape \(4, 7\) has a row for each expert"),
+        (routed(adapt), 2, "'layers.0.adapter.weight' of shape (4, 7) has a row for each expert"),
     ],
 )
-def test_what_cannot_be_split(build: Any, degree: int, text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        ExpertPlan.of(build(), degree)
-
-
-class Mixed(Routed):
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList([nn.Linear(2, 2)])
+def test_what_cannot_be_split(model: nn.Module, degree: int, text: str) -> None:
+    assert text in refusal(ExpertPlan.of, model, degree)
 
 
 def test_other_experts_are_named() -> None:
-    assert ExpertPlan.of(Mixed(), 2).left_whole == ("'experts'",)
+    assert ExpertPlan.of(routed(mix), 2).left_whole == ("'experts'",)
 
 
 def test_a_place_has_the_same_rows_of_what_a_tensor_axis_cuts() -> None:
@@ -107,19 +106,23 @@ class Wrapped(nn.Module):
         return out
 
 
-def test_experts_in_tiles_are_refused() -> None:
-    model = Wrapped()
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "sgd"}, "parallel": {"expert": 2}}
-    blueprint = Blueprint.of(Config.load(config).resolve(2), model, 2)
-    with pytest.raises(ConfigError, match=r"tiles.modules: 'mlp' holds experts that ranks share"):
-        check_units(Tiled([("mlp", model.mlp)], []), blueprint)
+def blueprint_of(model: nn.Module, num_ranks: int, stage: int = 0) -> Blueprint:
+    config = split_config(**EXPERT, zero_optimization={"stage": stage})
+    return Blueprint.of(Config.load(config).resolve(num_ranks), model, num_ranks)
+
+
+def test_experts_in_tiles_and_a_loss_of_routers_beside_sequences_are_refused() -> None:
+    model, router_loss = Wrapped(), others.plain_mixtral()
+    text = refusal(check_units, Tiled([("mlp", model.mlp)], []), blueprint_of(model, 2))
+    assert "tiles.modules: 'mlp' holds experts that ranks share" in text
+    router_loss.config.output_router_logits = True  # type: ignore[union-attr]
+    text = refusal(check_model, router_loss)
+    assert "config.output_router_logits: the router loss is a mean over all tokens of a la" in text
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_expert_is_divided_over_the_ranks_that_have_it(stage: int) -> None:
-    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "sgd"}, "parallel": {"expert": 2}}
-    config["zero_optimization"] = {"stage": stage}
-    blueprint = Blueprint.of(Config.load(config).resolve(4), Routed(), 4)
+    blueprint = blueprint_of(Routed(), 4, stage)
     groups = [group for group in blueprint.places[1].groups if group.sharding.portioned]
     assert {blueprint.parallel_dims.wide(group.sharding.summed) for group in groups} == {
         ("shard",) if stage else ("replica",)
@@ -129,10 +132,41 @@ def test_an_expert_is_divided_over_the_ranks_that_have_it(stage: int) -> None:
     assert [blueprint.place_of(rank) for rank in range(4)] == [0, 1, 0, 1]
 
 
-def test_a_loss_of_routers_is_refused_beside_sequences() -> None:
-    model: Any = moe.plain_mixtral()
-    model.config.output_router_logits = True
-    with pytest.raises(
-        SequenceError, match=r"config.output_router_logits: the router loss is a mean over all tokens of a la"
-    ):
-        check_model(model)
+# -- columns of experts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [others.mixtral, others.deepseek, others.gpt_oss])
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_gates_and_values_of_a_column_are_on_one_rank(build: Callable[[], nn.Module], degree: int) -> None:
+    model: Any = build()
+    experts = model.model.layers[1].mlp.experts
+    is_transposed, is_alternating = experts.is_transposed, not experts.is_concatenated
+    up, down = experts.gate_up_proj, experts.down_proj
+    columns = torch.arange(down.shape[1 if is_transposed else 2]).double()
+    both = torch.stack([columns, columns], 1).view(-1) if is_alternating else torch.cat([columns, columns])
+    up.data = both.view(1, 1, -1).expand(up.shape) if is_transposed else both.view(1, -1, 1).expand(up.shape)
+    down.data = columns.view(1, -1, 1).expand(down.shape) if is_transposed else columns.expand(down.shape)
+    layout = ExpertLayout.of(experts)
+    assert layout is not None
+    parameters = layout.split("experts", experts, degree).parameters
+    seen: list[float] = []
+    for place in range(degree):
+        tensor_shards = [parameters[key].tensor_shards[place] for key in ("gate_up_proj", "down_proj")]
+        ups, downs = taken(tensor_shards[0], up).unique(), taken(tensor_shards[1], down).unique()
+        assert torch.equal(ups, downs)
+        seen += downs.tolist()
+    assert seen == columns.tolist()
+
+
+def test_experts_that_say_nothing_of_their_layout_stay_whole_with_a_warning_and_those_of_a_plan_without() -> None:
+    model = nn.ModuleDict({"experts": Experts(32), "up": nn.Linear(4, 8), "down": nn.Linear(8, 4)})
+    plan = {"up": "column", "down": "row"}
+    found = TensorPlan.of(model, 2, plan)
+    assert [layer.name for layer in found.layers] == ["up", "down"] and found.left_whole == ("experts",)
+    found = TensorPlan.of(others.mixtral(), 2, {"mlp.experts": "whole"})
+    assert not found.left_whole and not any("experts" in layer.name for layer in found.layers)
+    text = refusal(TensorPlan.of, model, 2, {**plan, "experts": "experts"})
+    declared = r'a module with all experts of a layer that declares its layout .* for "experts", found "experts"'
+    assert re.search(declared, text)
+    text = refusal(TensorPlan.of, others.deepseek(), 16, {"mlp.shared_experts.*": "whole"})
+    assert "'model.layers.1.mlp.experts': expected columns for each rank, found columns(12) < tensor(16)" in text

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from lowtide.comm import CollectiveError
-from tests.kit.ranks import RankError, RankPool
+from lowtide.parallel.expert_dispatch import ExpertSelfCheck
+from tests.kit.ranks import RankPool
+from tests.kit.training import refusal
 
 EXPERTS, WIDTH = 4, 3
 NOBODY = EXPERTS  # the index of no expert
@@ -26,7 +27,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, width, 2 * width))
         self.shift = nn.Parameter(torch.randn(EXPERTS, width))
 
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         out = torch.zeros_like(hidden_states)
         for expert in range(self.num_experts):
             token, choice = torch.where(top_k_index == expert)
@@ -53,12 +54,8 @@ class Routed(nn.Module):
 
 
 def config_of(expert: int, **more: Any) -> dict[str, Any]:
-    return {
-        "steps_per_print": 0,
-        "optimizer": {"type": "sgd", "params": {"lr": 1e-3}},
-        "parallel": {"expert": expert},
-        **more,
-    }
+    optimizer = {"type": "sgd", "params": {"lr": 1e-3}}
+    return {"steps_per_print": 0, "optimizer": optimizer, "parallel": {"expert": expert}, **more}
 
 
 def model(layers: int = 2) -> Routed:
@@ -87,17 +84,19 @@ def batch_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 STEPS = 100  # each kind of choice twenty times, each expert the only one five times
 
 
-def train_adversarially(expert: int) -> tuple[list[float], dict[str, Tensor]]:
+def train(steps: int, layers: int = 1, compiled: bool = False, **more: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Norms, and parameters in the end."""
-    engine = lowtide.initialize(model(1), config_of(expert))
-    norms = [engine.train_step(batch_of(step, engine.rank)).grad_norm.item() for step in range(STEPS)]
-    state = engine.state_dict()
-    engine.close()
-    return norms, state
+    made = model(layers)
+    for layer in made.layers if compiled else ():
+        layer.compile(backend="eager")
+    with lowtide.initialize(made, config_of(2, **more)) as engine, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the compiler, when it is loaded
+        norms = [engine.train_step(batch_of(step, engine.rank)).grad_norm.item() for step in range(steps)]
+        return norms, engine.state_dict()
 
 
 def test_a_hundred_steps_of_adversarial_choices(ranks: RankPool) -> None:
-    norms, state = ranks(2, train_adversarially, 2, timeout=120)[0]
+    norms, state = ranks(2, train, STEPS, timeout=120)[0]
     plain = model(1)
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-3)
     for step in range(STEPS):
@@ -110,58 +109,45 @@ def test_a_hundred_steps_of_adversarial_choices(ranks: RankPool) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
 
 
-def of_few_steps(transport: str, stage: int) -> list[float]:
-    more = {"communication": {"transport": transport}, "zero_optimization": {"stage": stage}}
-    engine = lowtide.initialize(model(), config_of(2, **more))
-    norms = [engine.train_step(batch_of(step, engine.rank)).grad_norm.item() for step in range(10)]
-    engine.close()
-    return norms
+WAYS: list[dict[str, Any]] = [
+    *({"communication": {"transport": one}, "zero_optimization": {"stage": 3}} for one in ("sockets", "native")),
+    {"zero_optimization": {"stage": 3}},
+    {"activation_checkpointing": {"every": 1}},
+    {"compiled": True},
+]
 
 
-def test_every_route_takes_all_choices(ranks: RankPool) -> None:
-    expected = ranks(2, of_few_steps, "shared_memory", 0)[0]
-    for transport in ("shared_memory", "sockets", "native"):
-        assert ranks(2, of_few_steps, transport, 3)[0] == pytest.approx(expected, rel=1e-9)
+def norms_of_all_ways() -> list[list[float]]:
+    return [train(10, 2, **more)[0] for more in ({}, *WAYS)]
 
 
-def bytes_on_the_wire() -> tuple[int, int]:
-    """(counted, by the formula) of a step in which this rank's three tokens have four choices on the other rank."""
-    engine = lowtide.initialize(model(), config_of(2))
-    exchange = engine._mesh.exchange(("expert",))
-    other = (engine.rank + 1) % 2 * EXPERTS // 2
-    index = torch.tensor([[other, other + 1], [other, EXPERTS // 2 * engine.rank], [other, NOBODY]])
-    x = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True)
-    engine.train_step((x, index))
-    engine.close()
+def test_every_transport_a_recomputation_and_a_compiler_take_all_choices(ranks: RankPool) -> None:
+    expected, *others = ranks(2, norms_of_all_ways)[0]
+    for way, found in zip(WAYS, others, strict=True):
+        assert found == pytest.approx(expected, rel=1e-9), way
+
+
+def bytes_on_the_wire() -> tuple[int, int, float, float]:
+    """(counted, by the formula) of a step in which this rank's three tokens have four choices on the other rank; a loss
+    without and with gradients."""
+    with lowtide.initialize(model(), config_of(2)) as engine:
+        exchange = engine._mesh.exchange(("expert",))
+        other = (engine.rank + 1) % 2 * EXPERTS // 2
+        index = torch.tensor([[other, other + 1], [other, EXPERTS // 2 * engine.rank], [other, NOBODY]])
+        batch = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True), index
+        trained, sent = engine.train_step(batch).loss.item(), exchange.bytes_sent
+    with lowtide.initialize(model(), config_of(2)) as engine:
+        evaluated = engine.eval_step(batch).item()
     counts, rows = 2 * 2 * 8, 3 * WIDTH * 8  # of two slots for two ranks; a token goes once, whatever it has chosen
     numbers, weights = 4 * 4, 4 * 8
     forward = counts + numbers + weights + 2 * rows  # there, and as many of the other rank's back
     backward = weights + 2 * rows
-    return exchange.bytes_sent, 2 * (forward + backward)
+    return sent, 2 * (forward + backward), evaluated, trained
 
 
-def test_bytes_on_the_wire_are_those_of_the_formula(ranks: RankPool) -> None:
-    for counted, expected in ranks(2, bytes_on_the_wire):
-        assert counted == expected
-
-
-def evaluates_and_recomputes() -> tuple[float, float, list[float], list[float]]:
-    """A loss with and without gradients; norms with and without recomputation."""
-    engine = lowtide.initialize(model(), config_of(2))
-    evaluated = float(engine.eval_step(batch_of(1, engine.rank)))
-    trained = float(engine.train_step(batch_of(1, engine.rank)).loss)
-    engine.close()
-    norms = []
-    for every in (0, 1):
-        engine = lowtide.initialize(model(), config_of(2, activation_checkpointing={"every": every}))
-        norms.append([engine.train_step(batch_of(step, engine.rank)).grad_norm.item() for step in range(6)])
-        engine.close()
-    return evaluated, trained, norms[0], norms[1]
-
-
-def test_evaluation_and_recomputation_exchange_too(ranks: RankPool) -> None:
-    evaluated, trained, kept, recomputed = ranks(2, evaluates_and_recomputes)[0]
-    assert evaluated == trained and kept == recomputed
+def test_bytes_on_the_wire_are_those_of_the_formula_and_an_evaluation_exchanges_too(ranks: RankPool) -> None:
+    for counted, expected, evaluated, trained in ranks(2, bytes_on_the_wire):
+        assert counted == expected and evaluated == trained
 
 
 def alone(has_trained: bool) -> str:
@@ -173,37 +159,11 @@ def alone(has_trained: bool) -> str:
         if engine.rank == 0:
             engine(*batch_of(0, 0))
         engine.agree(False)
-    except CollectiveError as error:
+    except lowtide.CollectiveError as error:
         return str(error)
     finally:
         engine.close()
     return "no error"
-
-
-def compiled_losses(is_compiled: bool) -> list[float]:
-    made = model()
-    if is_compiled:
-        for layer in made.layers:
-            layer.compile(backend="eager")
-    engine = lowtide.initialize(made, config_of(2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the compiler, when it is loaded
-        losses = [engine.train_step(batch_of(step, engine.rank)).loss.item() for step in range(3)]
-    engine.close()
-    return losses
-
-
-def test_a_compiler_leaves_the_exchange_alone(ranks: RankPool) -> None:
-    assert ranks(2, compiled_losses, True) == ranks(2, compiled_losses, False)
-
-
-def joined() -> None:
-    engine = lowtide.initialize(model(), config_of(2))
-    try:
-        with engine.join():
-            pass
-    finally:
-        engine.close()
 
 
 @pytest.mark.parametrize(
@@ -213,26 +173,90 @@ def test_a_forward_of_one_rank_alone_ends(ranks: RankPool, has_trained: bool, wh
     assert f"rank 0 in {where}" in ranks(2, alone, has_trained)[0]
 
 
-def test_ranks_without_data_are_refused(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"expected a config without parallel.expert, found it"):
-        ranks(2, joined)
+# -- what experts compute of the first rows tells whether they can be split -------------------------------------------
 
 
 class Widening(Experts):
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
         return super().forward(hidden_states, top_k_index, top_k_weights).repeat(1, 2)
 
 
-def train_widening() -> None:
+class Paired(Experts):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return super().forward(hidden_states, top_k_index, top_k_weights), top_k_index
+
+
+class Unweighted(Experts):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return super().forward(hidden_states, top_k_index, torch.ones_like(top_k_weights))
+
+
+class WeightedBefore(Experts):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return super().forward(hidden_states * top_k_weights, top_k_index, torch.ones_like(top_k_weights))
+
+
+class Residual(Experts):
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return hidden_states + super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+class Centered(Experts):
+    """What becomes of a row depends on the others."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return super().forward(hidden_states - hidden_states.mean(0), top_k_index, top_k_weights)
+
+
+class Dropping(Unweighted):
+    """Draws, so that two calls are not alike: it is not tried."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Any:
+        return functional.dropout(super().forward(hidden_states, top_k_index, top_k_weights))
+
+
+def tried(module: Experts, dtype: torch.dtype = torch.float32) -> Tensor:
+    torch.manual_seed(0)
+    experts = ExpertSelfCheck("layers.0", module.to(dtype), module.forward)
+    rows = torch.randn(7, WIDTH).to(dtype)
+    for _ in range(2):
+        made = experts(rows, torch.arange(7) % 4)
+    return made
+
+
+OFF = "expected an output that depends on its row "
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        *((build, OFF) for build in (Unweighted, WeightedBefore, Residual, Centered)),
+        (Paired, "expected an output of the shape of its input, (7, 3), found a tuple"),
+        (Widening, "expected an output of the shape of its input, (7, 3), found"),
+    ],
+)
+def test_experts_that_would_give_other_numbers_are_an_error(build: type[Experts], text: str) -> None:
+    found = refusal(tried, build())
+    assert f"'layers.0': {text}" in found and ("found it off by" in found) == (text == OFF)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("build", [Experts, Dropping])
+def test_others_are_taken(build: type[Experts], dtype: torch.dtype) -> None:
+    assert tried(build(), dtype).shape == (7, WIDTH)
+
+
+def refusals() -> list[str]:
+    """Of a training on an output of another shape, and of ranks without data."""
     made = Routed()
     made.layers = nn.ModuleList([Widening()])
-    engine = lowtide.initialize(made, config_of(2))
-    try:
-        engine.train_step((torch.ones(1, WIDTH), torch.tensor([[0, 3]])))
-    finally:
-        engine.close()
+    with lowtide.initialize(made, config_of(2)) as engine:
+        found = [refusal(engine.train_step, (torch.ones(1, WIDTH), torch.tensor([[0, 3]])))]
+    with lowtide.initialize(model(), config_of(2)) as engine:
+        return [*found, refusal(engine.join().__enter__)]
 
 
-def test_an_output_of_another_shape_is_an_error(ranks: RankPool) -> None:
-    with pytest.raises(RankError, match=r"'layers.0': expected an output of the shape of its input, \(2, 3\), found"):
-        ranks(2, train_widening)
+def test_what_is_refused_when_ranks_train(ranks: RankPool) -> None:
+    shape, joined = ranks(2, refusals)[0]
+    assert "'layers.0': expected an output of the shape of its input, (2, 3), found" in shape
+    assert "expected a config without parallel.expert, found it" in joined

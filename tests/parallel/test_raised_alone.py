@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -10,46 +11,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.kit.training import refusal, settings
+from tests.parallel.trainings import TENSOR
 
-PLAN = {"tensor_parallel": {"plan": {"layers.*.up": "column", "layers.*.down": "row"}}}
+PLAN = {"tensor_parallel": {"plan": {"blocks.*.up": "column", "blocks.*.down": "row"}}}
 
 
 class Block(nn.Module):
-    def __init__(self, number: int) -> None:
+    fails = False
+
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        self.number = number
-        self.fails = False
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(torch.relu(self.up(x)))
         if self.fails:
             self.fails = False
-            raise ValueError(f"mine, in block {self.number}")
+            raise ValueError("mine, in a block")
         return x
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Block(number) for number in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+def engine_of(transport: str, timeout_seconds: float, **more: Any) -> lowtide.Engine:
+    torch.manual_seed(0)
+    communication = {"transport": transport, "timeout_seconds": timeout_seconds}
+    config = settings(optimizer={"type": "sgd", "params": {"lr": 0.1}}, communication=communication, **more)
+    return lowtide.initialize(models.Chain(*(Block() for _ in range(3))), config)
 
 
 def three_steps(transport: str, failing: tuple[int, ...], axis: str) -> list[str]:
     """What each step gives; in the second block 1 raises on some ranks, which go on as if it were nothing."""
-    split = {"parallel": {"tensor": 2}, **PLAN} if axis == "tensor" else {"zero_optimization": {"stage": 3}}
-    config = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "train_micro_batch_size_per_gpu": 2, **split}
-    torch.manual_seed(0)
-    engine = lowtide.initialize(Model(), {**config, "communication": {"transport": transport, "timeout_seconds": 120}})
+    split = TENSOR | PLAN if axis == "tensor" else {"zero_optimization": {"stage": 3}}
+    engine = engine_of(transport, 120, **split)
     told = []
     for step in range(3):
-        engine.module.layers[1].fails = step == 1 and dist.get_rank() in failing  # type: ignore[index, union-attr]
+        engine.module.blocks[1].fails = step == 1 and dist.get_rank() in failing  # type: ignore[index, union-attr]
         try:
             told.append(f"{engine.train_step(torch.ones(2, 4, 8)).loss:.6f}")
         except (ValueError, lowtide.CollectiveError) as error:
@@ -63,8 +61,8 @@ def three_steps(transport: str, failing: tuple[int, ...], axis: str) -> list[str
 )
 def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool, transport: str, axis: str) -> None:
     (_, other, later), (_, own, again) = ranks(2, three_steps, transport, (1,), axis)
-    assert own == "mine, in block 1"
-    assert "rank 1 raised ValueError: mine, in block 1 and left this call of the engine, which needs all ranks" in other
+    assert own == "mine, in a block"
+    assert "rank 1 raised ValueError: mine, in a block and left this call of the engine, which needs all ranks" in other
     assert "rank 0" in again and "no answer" not in later
     for text in (other, later, again):
         assert "waited 120 s" not in text and "Timed out" not in text
@@ -73,7 +71,7 @@ def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
 def test_what_all_ranks_raise_ends_the_step_alone(ranks: RankPool, transport: str) -> None:
     failed, whole = ranks(2, three_steps, transport, (0, 1), "tensor"), ranks(2, three_steps, transport, (), "tensor")
-    assert failed[0] == failed[1] == [whole[0][0], "mine, in block 1", whole[0][1]]
+    assert failed[0] == failed[1] == [whole[0][0], "mine, in a block", whole[0][1]]
 
 
 def _raise_in(
@@ -102,8 +100,7 @@ CALLS: dict[str, Callable[[lowtide.Engine], object]] = {
 
 def raised_alone(call: str, transport: str, stage: int) -> tuple[str, float]:
     """What a call ends with in which rank 1 raises, and after how many seconds. Rank 1 catches it and is elsewhere."""
-    config = {"optimizer": {"type": "sgd", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
-    engine = lowtide.initialize(Model(), {**config, "communication": {"transport": transport, "timeout_seconds": 60}})
+    engine = engine_of(transport, 60, zero_optimization={"stage": stage})
     if "ema" in call:
         engine.ema()
     began = time.monotonic()
@@ -135,19 +132,16 @@ def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, tra
     pytest.fail(f"rank 0 heard of the error of rank 1 after {seconds:.1f} s in the last of three runs, expected 2 s")
 
 
-def two_engines(transport: str) -> str:
+def two_engines() -> str:
     """What rank 0 is told by `initialize` after an error in a collective of an engine that nobody has closed."""
-    config = {"optimizer": {"type": "sgd"}, "communication": {"transport": transport, "timeout_seconds": 60}}
-    engine = lowtide.initialize(Model(), config)
+    engine = engine_of("sockets", 60)
     with pytest.raises((ValueError, lowtide.CollectiveError)):
         CALLS["engine.gathered()"](engine)
-    with pytest.raises(lowtide.CollectiveError) as caught:
-        lowtide.initialize(Model(), config)
-    return str(caught.value)
+    return refusal(engine_of, "sockets", 60, kind=lowtide.CollectiveError)
 
 
 def test_the_next_engine_says_that_the_group_is_broken(ranks: RankPool) -> None:
-    told, _ = ranks(2, two_engines, "sockets")
+    told, _ = ranks(2, two_engines)
     assert told.startswith(
         "rank 0: no engine can use the process group any more, because a collective of it has failed ("
     )

@@ -1,29 +1,25 @@
 """Where ranks do not divide heads, keys go round a ring: with the numbers of one process and the bytes of a formula."""
 
-import contextlib
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide.comm import Axis, Collectives
-from lowtide.comm.axis import SoloTransport
 from lowtide.parallel import block_attention
 from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
 from lowtide.parallel.sequence_attention import heads_fault, way_line
 from lowtide.parallel.sequence_data import AttentionContext
 from tests.kit.ranks import RankPool
-from tests.parallel.test_collectives import exchange_on
-from tests.parallel.test_sequence import MODELS as SHARED
-from tests.parallel.test_sequence import batch_of, train
-from tests.parallel.test_tiles import SIZES, VOCAB, config_of, gpt2, transformers
+from tests.kit.training import refusal
+from tests.parallel.test_collectives import alone_at, exchange_on
+from tests.parallel.test_sequence import RING, TWO, batch_of, built
+from tests.parallel.test_tiles import config_of
+from tests.parallel.trainings import Largest
 
 ROWS, SIZE, SCALE = 2, 8, 0.4
 PACKED = torch.stack([torch.arange(24) // 5, torch.arange(24) // 7])
@@ -120,11 +116,6 @@ def kinds_of(size: int, tokens: int, place: int, hop: int) -> list[Kind]:
     return [seen.kind(queries, keys) for _, queries, _, keys in _pairs(Ring(exchange, 1, tokens, seen), hop)]
 
 
-def alone_at(size: int, place: int) -> Collectives:
-    places = tuple(range(size))
-    return Collectives(Axis("sequence", place, places, places, SoloTransport(torch.device("cpu"))))
-
-
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
 def test_each_rank_has_as_much_to_compute_at_each_hop(size: int) -> None:
     for hop in range(size):
@@ -133,19 +124,6 @@ def test_each_rank_has_as_much_to_compute_at_each_hop(size: int) -> None:
         assert counts == [[2, 0, 2] if hop else [1, 2, 1]] * size
     computed = [sum(kinds_of(size, 3, place, hop) != [Kind.EMPTY] for hop in range(size)) for place in range(size)]
     assert computed == list(range(1, size + 1))  # parts of an odd number of tokens stay as they are
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that was made."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(one, Tensor):
-                self.numel = max(self.numel, one.untyped_storage().nbytes() // one.element_size())
-        return made
 
 
 def memory_of(size: int) -> list[tuple[int, int]]:
@@ -195,127 +173,27 @@ def test_dropout_drops_the_same_in_the_backward(monkeypatch: pytest.MonkeyPatch)
         assert (mean - attend(query, key, value, dropout=0.0)).abs().max() < 0.15
 
 
-def llama_of(heads: int, of_keys: int) -> nn.Module:
-    sizes = {**SIZES, "hidden_size": 48, "num_attention_heads": heads, "num_key_value_heads": of_keys, "head_dim": 8}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
-
-
-def capped() -> nn.Module:
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(vocab_size=VOCAB, num_key_value_heads=2, **SIZES))
-    model.config._attn_implementation = "eager"
-    return model
-
-
-MODELS: dict[str, Any] = SHARED | {
-    "three": lambda: llama_of(3, 1),
-    "six": lambda: llama_of(6, 2),
-    "dropping": lambda: gpt2(0.3),
-    "capped": capped,
-}
-RING = {"sequence_parallel": {"attention": "ring"}}
-SOCKETS = {"communication": {"transport": "sockets"}}
-AGAIN = {"activation_checkpointing": {"every": 1}}
-TRAININGS: list[tuple[str, int, str, dict[str, Any]]] = [
-    ("six", 2, "packed", {}),
-    ("three", 3, "odd", SOCKETS | AGAIN),
-    ("three", 1, "padded", {"bf16": {"enabled": True}}),
-    ("mistral", 3, "left", RING),
-    ("Plain", 1, "plain, packed", RING),
-    ("eager", 1, "packed", RING),
-    ("qwen3", 2, "padded", RING | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}),
-]
-OF_FOUR = 1  # the first of these, on four ranks too
-
-
-def train_all(size: int) -> list[dict[str, Tensor]]:
-    return [
-        train(name, config_of(stage, parallel={"sequence": size}) | more, kind, models=MODELS)
-        for name, stage, kind, more in TRAININGS[: OF_FOUR if size == 4 else None]
-    ]
-
-
-@pytest.fixture(scope="module")
-def alone(ranks: RankPool) -> list[dict[str, Tensor]]:
-    return ranks(1, train_all, 1)[0]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_models_round_a_ring_train_as_one_process_does(
-    ranks: RankPool, alone: list[dict[str, Tensor]], size: int
-) -> None:
-    wrong = []
-    for rank, of_rank in enumerate(ranks(size, train_all, size)):
-        for case, found, right in zip(TRAININGS, of_rank, alone, strict=False):
-            relative = 1e-2 if "bf16" in case[3] else 1e-6
-            assert rank or found.keys() == right.keys()  # rank 0 has the values
-            wrong += [
-                f"rank {rank}, {case}: {key}: {(found[key] - right[key]).norm() / right[key].norm():.1e}"
-                for key in found
-                if (found[key] - right[key]).norm() > relative * right[key].norm() + 2e-7
-            ]
-    assert wrong == []
-
-
-def beside_tensor(tensor: int) -> dict[str, Tensor]:
-    """3 of 6 heads on each rank, which 2 ranks do not divide."""
-    parallel = {"sequence": 2, "tensor": tensor} if tensor > 1 else {}
-    return train("six", config_of(3, parallel=parallel), "odd", models=MODELS)
-
-
-def test_a_ring_beside_split_layers(ranks: RankPool) -> None:
-    shared, alone = ranks(4, beside_tensor, 2)[0], ranks(1, beside_tensor, 1)[0]
-    for key, value in alone.items():
-        assert (shared[key] - value).norm() <= 1e-6 * value.norm() + 2e-7, key
-
-
-def dropping() -> list[dict[str, Tensor]]:
-    config = config_of(1, parallel={"sequence": 2}) | RING
-    return [train("dropping", config | more, "odd", models=MODELS) for more in ({}, AGAIN)]
-
-
-def test_a_recomputed_block_drops_what_it_has_dropped(ranks: RankPool) -> None:
-    kept, again = ranks(2, dropping)[0]
-    assert all(torch.equal(kept[key], again[key]) for key in kept)
-
-
-def refusal(name: str, kind: str) -> tuple[str, list[str]]:
-    """With the lines of the log."""
+def logged() -> list[str]:
+    """Lines of the log of an engine whose attention goes round a ring."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    engine = lowtide.initialize(MODELS[name](), config_of(1, parallel={"sequence": 2}) | RING)
     logging.getLogger("lowtide").addHandler(handler)
-    try:
-        with contextlib.suppress(ValueError):
-            engine.train_step(batch_of(0, kind))
-        engine.train_step(batch_of(0, kind))  # the second time too
-    except ValueError as error:
-        return str(error), lines
-    finally:
-        engine.close()
-        logging.getLogger("lowtide").removeHandler(handler)
-    return "", lines
+    with lowtide.initialize(built("llama"), config_of(1) | TWO | RING) as engine:
+        engine.train_step(batch_of(0, "odd"))
+    logging.getLogger("lowtide").removeHandler(handler)
+    return lines
 
 
-def test_attention_that_caps_its_scores_is_an_error(ranks: RankPool) -> None:
-    for rank, (error, lines) in enumerate(ranks(2, refusal, "capped", "odd")):
-        assert "Gemma2Attention: ring attention computes scaled scores only" in error
-        assert (way_line(2, 4, 1, "ring") in lines) == (rank == 0)
-
-
-def test_labels_behind_padding_that_comes_first_need_sdpa(ranks: RankPool) -> None:
-    for error, _ in ranks(2, refusal, "eager", "left"):
-        assert "attention_mask: expected no label on a token that sees no token" in error
+def test_rank_0_logs_the_way(ranks: RankPool) -> None:
+    assert [way_line(2, 4, 1, "ring") in lines for lines in ranks(2, logged)] == [True, False]
 
 
 LINES = {
     (4, 8, 4, "auto"): "each has 2 heads of all tokens (all-to-all)",
-    (
-        4,
-        6,
-        2,
-        "auto",
-    ): "by heads over 2 neighbours (all-to-all), and a ring of 2, since sequence(4) does not divide heads(6)",
+    (4, 6, 2, "auto"): (
+        "by heads over 2 neighbours (all-to-all), and a ring of 2, since sequence(4) does not divide heads(6)"
+    ),
     (4, 3, 1, "auto"): "keys and values go round a ring, since sequence(4) does not divide heads(3)",
     (4, 8, 1, "ring"): "keys and values go round a ring, as the config asks",
 }
@@ -327,8 +205,8 @@ def test_the_log_says_which_way_and_why() -> None:
 
 
 def test_the_way_is_checked() -> None:
-    with pytest.raises(lowtide.ConfigError, match=r'sequence_parallel.attention: expected .*"ring".*found "rings"'):
-        lowtide.Config.load({"sequence_parallel": {"attention": "rings"}})
+    text = refusal(lowtide.Config.load, {"sequence_parallel": {"attention": "rings"}})
+    assert "sequence_parallel.attention: expected " in text and '"ring"' in text and 'found "rings"' in text
     assert heads_fault(2, 6) is None
     assert "sequence(2) x tensor(2) x heads of a rank(?) = attention heads(6)" in str(heads_fault(2, 6, 2))
 

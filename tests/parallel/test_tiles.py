@@ -1,6 +1,7 @@
 """In tiles a model trains as it does without: the losses, the norm of the gradients and the values are the same."""
 
 import os
+import re
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from lowtide.parallel.chunked_logits import ChunkedLogits
 from lowtide.parallel.tiles import Tiles
 from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.kit.training import refusal
+from tests.parallel.trainings import AGAIN, SOCKETS, apart, values_after
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -94,23 +97,15 @@ def config_of(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
-def train(model: nn.Module, config: dict[str, Any], tiles: Any, loss_fn: Any = None) -> dict[str, Tensor]:
-    """Loss, norm and values after a step, and the loss of an evaluation."""
-    engine = lowtide.initialize(model, config | ({"tiles": tiles} if tiles else {}), loss_fn=loss_fn)
-    done = engine.train_step(batch_of(0))
-    found = {"loss": done.loss, "norm": done.grad_norm, "evaluated": engine.eval_step(batch_of(2))}
-    state = engine.state_dict()
-    engine.close()
-    return {name: value.detach().clone() for name, value in (found | state).items()}
-
-
-def differences(name: str, config: dict[str, Any], tiles: Any = TILES, rel: float = 1e-6, **more: Any) -> list[str]:
+def differences(
+    name: str, config: dict[str, Any], tiles: Any = TILES, rel: float = 1e-6, loss_fn: Any = None
+) -> list[str]:
     trained = []
-    for wanted in (tiles, None):
+    for wanted in ({"tiles": tiles}, {}):
         torch.manual_seed(0)
-        trained.append(train(MODELS[name](), config, wanted, **more))
-    tiled, plain = trained
-    return [f"{name}: {key}" for key in plain if (tiled[key] - plain[key]).norm() > rel * plain[key].norm() + 1e-7]
+        engine = lowtide.initialize(MODELS[name](), config | wanted, loss_fn=loss_fn)
+        trained.append(values_after(engine, batch_of(0), batch_of(2)))
+    return apart(trained[0], trained[1], rel)
 
 
 def loss_of_logits(output: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -118,34 +113,25 @@ def loss_of_logits(output: Any, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
-SOCKETS = {"communication": {"transport": "sockets"}}
 OFFLOADED = {"activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}}}
 OWN_HEAD = {"zero_optimization": {"stage": 3, "units": ["*.layers.?", "lm_head"]}}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3, stage 1, fused": ("qwen3", config_of(1, kernels={"fuse_modules": True})),
-    "gpt2, stage 3, recomputed": ("gpt2", config_of(3, activation_checkpointing={"every": 1})),
-    "plain, stage 2, prescaled": ("Plain", config_of(2, prescale_gradients=True)),
-    "a head of its own, offloaded": ("llama", config_of(3, **SOCKETS, **OFFLOADED) | OWN_HEAD),
-}
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # model, config, what else is said
+    ("qwen3", config_of(1, kernels={"fuse_modules": True}), {}),
+    ("gpt2", config_of(3, **AGAIN), {}),
+    ("Plain", config_of(2, prescale_gradients=True), {}),
+    ("llama", config_of(3, **SOCKETS, **OFFLOADED) | OWN_HEAD, {}),
+    ("llama", config_of(3, prescale_gradients=True), {"loss_fn": loss_of_logits}),
+    ("llama", config_of(3, bf16={"enabled": True}), {"rel": 2e-2}),
+    ("llama", config_of(1, parallel={"pipeline": 2}), {}),
+]
 
 
-def all_differences() -> list[str]:
-    found = [f"{what}: {found}" for what, case in CASES.items() if (found := differences(*case))]
-    found += differences("llama", config_of(3, prescale_gradients=True), loss_fn=loss_of_logits)
-    bf16 = config_of(3, bf16={"enabled": True})
-    return found + differences("llama", bf16, rel=2e-2)
+def all_differences() -> list[list[str]]:
+    return [differences(name, config, **more) for name, config, more in CASES]
 
 
 def test_tiles_train_as_without(ranks: RankPool) -> None:
-    assert ranks(2, all_differences) == [[], []]
-
-
-def over_a_pipeline() -> list[str]:
-    return differences("llama", config_of(1, parallel={"pipeline": 2}))
-
-
-def test_a_pipeline_trains_in_tiles(ranks: RankPool) -> None:
-    assert ranks(2, over_a_pipeline) == [[], []]
+    assert ranks(2, all_differences) == [[[]] * len(CASES)] * 2
 
 
 def tiled(model: nn.Module, tiles: Tiles) -> tuple[ModelPatches, list[str]]:
@@ -220,20 +206,18 @@ class CountedMlp(PlainMlp):
 
 
 def test_buffers_are_changed_by_the_tiles_of_the_forward_alone() -> None:
-    torch.manual_seed(0)
-    model: Any = nn.ModuleDict({"mlp": CountedMlp()})
-    patches, _ = tiled(model, Tiles(mlp=5, modules=("mlp",)))
+    models_of_both: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models_of_both.append(nn.ModuleDict({"mlp": CountedMlp()}))
+    model, plain = models_of_both
+    tiled(model, Tiles(mlp=5, modules=("mlp",)))
     x = torch.randn(1, LENGTH, WIDTH)
-    y = model["mlp"](x)
+    y, expected = model["mlp"](x), torch.cat([plain["mlp"](tile) for tile in torch.split(x, 5, dim=1)], dim=1)
+    torch.testing.assert_close(y, expected)
     y.sum().backward()
-    tiles = torch.split(x, 5, dim=1)
-    patches.close()
-    plain: Any = nn.ModuleDict({"mlp": CountedMlp()})
-    plain.load_state_dict({**model.state_dict(), "mlp.count": torch.zeros(())})
-    expected = torch.cat([plain["mlp"](tile) for tile in tiles], dim=1)
     expected.sum().backward()
     assert model["mlp"].count == plain["mlp"].count == 7
-    torch.testing.assert_close(y, expected)
     for name, param in plain.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, param.grad)
 
@@ -274,14 +258,6 @@ def test_an_autograd_function_of_logits_gets_values_and_gives_gradients() -> Non
         torch.testing.assert_close(one, other)
 
 
-def test_a_change_in_place_of_logits_is_refused() -> None:
-    model = Plain()
-    tiled(model, Tiles(loss=7))
-    with pytest.raises(RuntimeError, match=r"tiles.loss: div_ changes the logits of 'head' in place"):
-        logits = model(batch_of(0)["input_ids"])
-        logits /= 2
-
-
 class MixesTokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -291,46 +267,45 @@ class MixesTokens(nn.Module):
         return self.mlp(x) + x.mean(1, keepdim=True)
 
 
-def test_a_module_that_mixes_tokens_is_refused_when_it_runs() -> None:
-    model = nn.ModuleDict({"part": MixesTokens()})
-    tiled(model, Tiles(mlp=5, modules=("part",)))
-    with pytest.raises(ValueError, match=r"expected that 'part' \(MixesTokens\) acts on each token alone"):
-        model["part"](torch.randn(1, LENGTH, WIDTH))
+def test_what_tiles_cannot_do_is_refused_when_it_runs() -> None:
+    logits, mixing = Plain(), nn.ModuleDict({"part": MixesTokens()})
+    tiled(logits, Tiles(loss=7))
+    text = refusal(logits(batch_of(0)["input_ids"]).div_, 2, kind=RuntimeError)
+    assert "tiles.loss: div_ changes the logits of 'head' in place" in text
+    tiled(mixing, Tiles(mlp=5, modules=("part",)))
+    text = refusal(mixing["part"], torch.randn(1, LENGTH, WIDTH))
+    assert "expected that 'part' (MixesTokens) acts on each token alone" in text
 
 
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "no mlp": (lambda: nn.Linear(3, 3), {"mlp": "auto"}, r"tiles.mlp: expected a module with the name of an MLP"),
-    "no head": (lambda: Plain(VOCAB + 1), {"loss": 5}, r"tiles.loss: expected a single Linear .* found none in Plain"),
-    "pattern": (Plain, {"mlp": 5, "modules": ["*.ffn"]}, r'tiles.modules: "\*.ffn" matches no module of Plain'),
-    "nested": (Plain, {"mlp": 5, "modules": ["*.feed_forward", "*.up"]}, r"'blocks.0.feed_forward.up' lies in"),
-    "head": (Plain, {"loss": 5, "head": "out"}, r"tiles.head: expected the name of a Linear, found no module at 'out'"),
-    "not a head": (Plain, {"loss": 5, "head": "blocks"}, r"tiles.head: .* found ModuleList at 'blocks'"),
-    "norm": (
-        lambda: nn.Sequential(nn.Sequential(nn.BatchNorm1d(3))),
-        {"mlp": 5, "modules": ["0"]},
-        r"tiles.modules: '0' holds a BatchNorm1d, and that mixes tokens",
+NORM = nn.Sequential(nn.Sequential(nn.BatchNorm1d(3)))
+INNER = {"zero_optimization": {"stage": 3, "units": ["*.up"]}}
+REFUSED: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
+    "no mlp": (nn.Linear(3, 3), {"mlp": "auto"}, "tiles.mlp: expected a module with the name of an MLP"),
+    "no head": (Plain(VOCAB + 1), {"loss": 5}, "tiles.loss: expected a single Linear .* found none in Plain"),
+    "pattern": (Plain(), {"mlp": 5, "modules": ["*.ffn"]}, r'tiles.modules: "\*.ffn" matches no module of Plain'),
+    "nested": (Plain(), {"mlp": 5, "modules": ["*.feed_forward", "*.up"]}, "'blocks.0.feed_forward.up' lies in"),
+    "head": (
+        Plain(),
+        {"loss": 5, "head": "out"},
+        "tiles.head: expected the name of a Linear, found no module at 'out'",
     ),
+    "not a head": (Plain(), {"loss": 5, "head": "blocks"}, "tiles.head: .* found ModuleList at 'blocks'"),
+    "norm": (NORM, {"mlp": 5, "modules": ["0"]}, "tiles.modules: '0' holds a BatchNorm1d, and that mixes tokens"),
+    "inner unit": (Plain(), TILES, "unit 'blocks.0.feed_forward.up' lies in 'blocks.0.feed_forward'"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_there_is_an_error(case: str) -> None:
-    make, tiles, text = REFUSED[case]
-    with pytest.raises(lowtide.ConfigError, match=text):
-        lowtide.initialize(make(), config_of(0, tiles=tiles))
-
-
-def test_a_unit_inside_of_what_runs_in_tiles_is_an_error() -> None:
-    config = config_of(3, tiles=TILES, zero_optimization={"stage": 3, "units": ["*.up"]})
-    with pytest.raises(lowtide.ConfigError, match=r"unit 'blocks.0.feed_forward.up' lies in 'blocks.0.feed_forward'"):
-        lowtide.initialize(Plain(), config)
+def test_what_is_not_there_or_a_unit_inside_is_an_error(case: str) -> None:
+    model, tiles, text = REFUSED[case]
+    config = config_of(0, tiles=tiles) | (INNER if case == "inner unit" else {})
+    assert re.search(text, refusal(lowtide.initialize, model, config, kind=lowtide.ConfigError))
 
 
 def test_what_the_file_may_say() -> None:
     sizes = {say: lowtide.Config.load({"tiles": say}).tiles for say in ("auto", 512)}
     assert [(one.mlp, one.loss) for one in sizes.values()] == [("auto", "auto"), (512, 512)]
     for wrong in ("all", True, {"mlp": -1}, {"loss": "big"}, {"size": 3}):
-        with pytest.raises(lowtide.ConfigError, match="tiles"):
-            lowtide.Config.load({"tiles": wrong})
+        assert "tiles" in refusal(lowtide.Config.load, {"tiles": wrong}, kind=lowtide.ConfigError)
     notes = lowtide.Config.load({"tiles": {"mlp": 5, "head": "out"}}).notes
     assert 'tiles.head: "out" has no effect here: tiles.loss is 0' in notes

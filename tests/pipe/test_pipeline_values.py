@@ -1,17 +1,19 @@
-"""Values of one parameter are shown to all ranks of a pipeline, and set on the stages that have it."""
+"""Values are shown to all ranks of a pipeline, set on the stages that have them, and saved for any other pipeline."""
 
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import lowtide
+from tests.engine.saving import load_and_go_on, save_and_go_on
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case
-from tests.pipe.pipelines import deep_tied_gpt_64, pipelined
+from tests.pipe.pipelines import deep_tied_gpt, deep_tied_gpt_64, pipelined
 
 CASE = Case(deep_tied_gpt_64, models.token_batch, accumulation=2)
 NAMES = ("embedding.weight", "head.weight", "blocks.4.up.bias")
@@ -124,3 +126,28 @@ def test_a_weight_of_a_loss_has_the_gradient_of_the_loss(ranks: RankPool) -> Non
     for gradient, factor in zip(found, FACTORS[1:], strict=True):
         tolerance = 2e-3 if "fp16" in factor else 1e-6
         torch.testing.assert_close(gradient, expected, rtol=tolerance, atol=tolerance)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+TIED = Case(deep_tied_gpt, models.token_batch, clip=0.5, accumulation=2)
+V = pipelined(TIED.at(1), 2, "zb-v")
+SHARDED = pipelined(TIED.at(3), 2, "interleaved")
+TRIPS: list[tuple[int, Case, list[tuple[int, Case]]]] = [  # what saves on so many ranks, and what loads
+    (1, TIED, [(2, V)]),
+    (2, V, [(1, TIED), (2, V), (4, SHARDED)]),
+    (4, SHARDED, [(1, TIED)]),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "case", "others"), TRIPS)
+def test_every_checkpoint_loads_everywhere(
+    ranks: RankPool, tmp_path: Path, num_ranks: int, case: Case, others: list[tuple[int, Case]]
+) -> None:
+    before = ranks(num_ranks, save_and_go_on, case, tmp_path, num_ranks, "one", steps=1, after=1)[0]
+    for size, other in others:
+        found = ranks(size, load_and_go_on, other, tmp_path, size, "one", steps=1, after=1)[0]
+        found.restored = dict(sorted(found.restored.items()))
+        before.restored = dict(sorted(before.restored.items()))
+        assert found.state_differences(before) == [], (size, other)
+        assert found.losses == (before.losses if other is case else pytest.approx(before.losses, rel=1e-5))

@@ -1,10 +1,14 @@
-"""A schedule goes to text and back without loss; faults in a text are named by line and column."""
+"""A schedule is made by its name, from a text or a file; faults are named by line and column, with what to do."""
+
+import time
+from pathlib import Path
 
 import pytest
 
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule
+from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
 from tests.pipe.pipelines import with_steps
 
@@ -64,3 +68,102 @@ def test_comments_empty_lines_and_ranks_over_several_lines_are_read() -> None:
 )
 def test_a_fault_is_named_by_its_place(old: str, new: str, message: str) -> None:
     assert message in refusal(Schedule.from_text, TEXT.replace(old, new, 1))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_every_number_of_microbatches_that_is_taken_makes_a_schedule_that_can_run(name: str) -> None:
+    kind = KINDS[name]
+    for p in (1, 2, 3, 5):
+        for m in range(max(1, kind.microbatches_per_rank * p), 4 * p + 2):
+            for chunks in range(kind.min_chunks, (kind.max_chunks or kind.min_chunks + 2) + 1):
+                schedule = make_schedule(name, p, m, chunks)
+                assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
+                assert schedule.num_stages == p * chunks
+                simulate(schedule)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_table_says_what_a_schedule_is_and_a_large_one_is_made_in_seconds(name: str) -> None:
+    kind, start = KINDS[name], time.process_time()
+    make_schedule(name, 64, 512)
+    assert time.process_time() - start < 10
+    schedule = make_schedule(name, 4, 8)
+    assert schedule.num_stages == 4 * kind.min_chunks
+    assert kind.splits_backward == any("I" in str(action) for actions in schedule.actions for action in actions)
+    looped = tuple(range(4)) * kind.min_chunks
+    assert schedule.rank_of_stage == ((0, 1, 2, 3, 3, 2, 1, 0) if kind.is_v else looped)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        (("1f1", 4, 8), 'unknown schedule "1f1"; did you mean "1f1b"?'),
+        (("ZB_V", 4, 8), 'unknown schedule "ZB_V"; did you mean "zb-v"?'),
+        (
+            ("fast", 4, 8),
+            'unknown schedule "fast"; the schedules are gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, '
+            "or a path to a text file",
+        ),
+        (
+            ("dualpipe-v", 4, 7),
+            "schedule dualpipe-v needs 2 microbatches for each rank, at least 8 on 4 ranks, found 7; set "
+            "pipeline.microbatches to 8 or more, or use a schedule for any number: gpipe, 1f1b, interleaved, zb-h1, "
+            "zb-v",
+        ),
+        (("1f1b", 4, 0), "schedule 1f1b: expected at least 1 of microbatches, found 0"),
+        (("1f1b", 0, 4), "schedule 1f1b: expected at least 1 of ranks, found 0"),
+        (
+            ("zb-v", 4, 8, 1),
+            "schedule zb-v needs 2 chunks (stages on each rank), found 1; set pipeline.chunks to 2, or use a schedule "
+            "for 1: gpipe, 1f1b, zb-h1",
+        ),
+        (
+            ("1f1b", 4, 8, 3),
+            "schedule 1f1b needs 1 chunk (stages on each rank), found 3; set pipeline.chunks to 1, or use a schedule "
+            "for 3: interleaved, zb-h1",
+        ),
+        (("interleaved", 4, 8, 1), "schedule interleaved needs 2 or more chunks (stages on each rank), "),
+        (("zb-h1", 4, 8, 0), "found 0; set pipeline.chunks to 1"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(wanted: tuple[str, int, int], text: str) -> None:
+    assert text in refusal(make_schedule, *wanted)
+
+
+def test_a_path_gives_the_schedule_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "own.txt"
+    mine = make_schedule("zb-h1", 2, 4, 2)
+    path.write_text(mine.to_text())
+    assert make_schedule(str(path), 2, 4) == make_schedule(str(path), 2, 4, 2) == mine
+
+
+WHOLE = make_schedule("1f1b", 2, 2).to_text()
+NO_BACKWARD = "name: own\nranks: 1\nstages: 1\nmicrobatches: 1\nrank of stage: 0\nrank 0: 0F0\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "counts", "text"),
+    [
+        (WHOLE, (4, 2), ": expected 4 ranks, as in the config, found 2; change the file or the config"),
+        (WHOLE, (1, 2), "expected 1 ranks, as in the config, found 2"),
+        (WHOLE, (2, 8), "expected 8 microbatches, as in the config, found 2"),
+        (WHOLE, (2, 2, 2), "expected 4 stages, as in the config, found 2"),
+        (None, (2, 2), " cannot be read: "),
+        (b"\xff\xfe", (2, 2), " cannot be read: "),
+        (
+            WHOLE.replace("1B1", ""),
+            (2, 2),
+            "rank 1, action 2 (1F1): leak: its activations are held to the end; 1B1 is missing",
+        ),
+        (WHOLE.replace("1B1", "1Z1"), (2, 2), ': line 7, column 21: unknown op "Z"'),
+        (NO_BACKWARD, (1, 1), ": found no backward; a training step needs B, or I and W"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused(
+    tmp_path: Path, content: str | bytes | None, counts: tuple[int, int], text: str
+) -> None:
+    path = tmp_path / "own.txt"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    found = refusal(make_schedule, str(path), *counts)
+    assert found.startswith(f"schedule file {path}") and text in found

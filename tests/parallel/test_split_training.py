@@ -1,0 +1,255 @@
+"""Split over tensor, expert and pipeline axes, a model trains as one process does: losses, norms and parameters."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import lowtide
+from lowtide.kernels.linear_layers import weight_gradient
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.kit.training import Case, adamw, assert_close, settings, train_all, train_plainly
+from tests.parallel import models_of_others as others
+from tests.parallel.trainings import (
+    AGAIN,
+    EXPERT,
+    PARTS,
+    SGD,
+    SOCKETS,
+    TENSOR,
+    TOLERANCE,
+    Row,
+    apart,
+    case_of,
+    check,
+    expected_of,
+    values_after,
+)
+
+HOST = {"device": "cpu"}
+OVER_STAGES: dict[str, Any] = {"parallel": {**PARTS["parallel"], "pipeline": 2}}  # between stages tokens are whole
+LLAMA, MIXTRAL, T5 = (case_of(build, 3, accumulation=2) for build in (others.llama, others.mixtral, others.t5))
+VIT = case_of(others.vit, 0, others.pictures)
+TILES = {"mlp": 4, "modules": ["model.layers.*.mlp"]}
+IN_TILES: dict[str, Any] = {"tiles": {"mlp": 4, "loss": 5}}  # of 18 tokens
+ROWS: dict[tuple[str, int], list[Row]] = {  # what is split, and the number of ranks
+    ("layers", 2): [
+        (LLAMA.at(0), 1, TENSOR),
+        (case_of(others.gpt2, 1), 1, TENSOR),
+        (case_of(others.gemma, 2), 1, TENSOR),
+        (case_of(others.bert, 3), 1, TENSOR),
+        (T5.at(0), 1, TENSOR),
+        (case_of(others.olmo2, 1), 1, TENSOR),
+        (case_of(others.gpt2, 1), 1, TENSOR | IN_TILES),
+    ],
+    ("layers", 4): [
+        # Heads of keys that two ranks have are counted once.
+        (case_of(others.grouped_llama, 3), 1, {"parallel": {"tensor": 4}, **SOCKETS}),
+        (LLAMA, 2, TENSOR | SOCKETS),
+    ],
+    ("layers, and tokens between them", 2): [
+        (case_of(others.gpt2, 0), 1, PARTS),
+        (case_of(others.bert, 1), 1, PARTS),
+        (case_of(others.gpt_oss, 2), 1, PARTS),
+        (T5, 1, PARTS),
+        (VIT, 1, PARTS),
+        # Attentions of which no rank has columns.
+        (case_of(others.olmo2, 3), 1, PARTS | AGAIN | SOCKETS),
+        (case_of(others.phi3, 1), 1, PARTS),
+        (case_of(others.glm, 0), 1, PARTS),
+        (case_of(others.bloom, 3), 1, PARTS | AGAIN | SOCKETS),
+        (case_of(others.deepseek, 2), 1, PARTS),
+        (LLAMA, 1, PARTS | AGAIN | SOCKETS | IN_TILES),
+    ],
+    ("layers, and tokens between them", 4): [
+        (LLAMA, 1, {"parallel": {"tensor": 4, "tensor_sequence": True}, **SOCKETS, **AGAIN}),
+        (
+            case_of(others.one_head_of_keys, 3, accumulation=2),
+            1,
+            OVER_STAGES | AGAIN | SOCKETS | {"pipeline": {"schedule": "zb-h1"}},
+        ),
+        (T5.at(1), 1, OVER_STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+    ],
+    ("experts", 2): [
+        (case_of(others.qwen_moe, 1), 2, EXPERT),
+        (case_of(others.deepseek, 2), 2, EXPERT | {"zero_optimization": {"offload_optimizer": HOST}}),
+        (case_of(others.gpt_oss, 3), 2, EXPERT),
+        (MIXTRAL, 2, EXPERT | AGAIN | {"zero_optimization": {"offload_param": HOST}}),
+        # Their columns.
+        (case_of(others.qwen_moe, 0), 1, PARTS),
+        (case_of(others.deepseek, 2), 1, TENSOR),
+        (MIXTRAL, 1, TENSOR | {"tiles": TILES}),
+    ],
+    ("experts", 4): [
+        (case_of(others.qwen_moe, 3), 4, {"parallel": {"expert": 4}}),
+        (MIXTRAL, 4, EXPERT | SOCKETS | {"zero_optimization": {"zero_hpz_partition_size": 2}}),
+        (MIXTRAL, 2, {"parallel": {"expert": 2, "pipeline": 2}}),
+        (case_of(others.gpt_oss, 1), 1, {"parallel": {"tensor": 4}}),
+        (
+            case_of(others.gpt_oss, 3),
+            2,
+            {"parallel": {**PARTS["parallel"], "expert": 2}, "communication": {"transport": "native"}},
+        ),
+        (MIXTRAL.at(1), 1, {"parallel": {"tensor": 2, "pipeline": 2}}),
+    ],
+}
+
+
+@pytest.mark.parametrize(("what", "num_ranks"), ROWS)
+def test_models_of_others_train_as_in_one_process(ranks: RankPool, what: str, num_ranks: int) -> None:
+    check(ranks, num_ranks, ROWS[what, num_ranks])
+
+
+Pair = tuple[Callable[[], nn.Module], int, dict[str, Any]]  # of what trains whole too; its stage and config
+PAIRS: list[Pair] = [
+    (others.grouped_mixtral, 3, EXPERT),
+    (others.batched_mixtral, 0, EXPERT),
+    (others.mixtral_with_balance, 3, EXPERT),
+]
+COLUMNS: list[Pair] = [(build, 0, TENSOR) for build in (others.grouped_mixtral, others.grouped_gpt_oss)]
+COLUMNS.append((others.batched_mixtral, 3, TENSOR))
+
+
+@pytest.mark.parametrize(("size", "pairs"), [(2, PAIRS), (1, COLUMNS)])
+def test_each_implementation_of_experts_trains_as_whole_experts_do(
+    ranks: RankPool, size: int, pairs: list[Pair]
+) -> None:
+    whole = ranks(size, train_all, [case_of(build, 1) for build, _, _ in pairs])[0]
+    split = ranks(2, train_all, [case_of(build, stage).at(stage, config=more) for build, stage, more in pairs])[0]
+    for expected, found in zip(whole, split, strict=True):
+        assert found.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+
+
+def test_half_precision_trains_as_whole_experts_do(ranks: RankPool) -> None:
+    case = case_of(others.single_mixtral)
+    halves = [case.at(3, clip=0.0, config={name: {"enabled": True}}) for name in ("bf16", "fp16")]
+    outcomes = ranks(2, train_all, [*halves, *(case.at(3, config=EXPERT) for case in halves)])[0]
+    for whole, found in zip(outcomes[:2], outcomes[2:], strict=True):
+        assert found.losses == pytest.approx(whole.losses, rel=3e-3)
+        assert found.norms == pytest.approx(whole.norms, rel=3e-2)
+        assert found.scales == whole.scales
+
+
+def of_sequences(parallel: dict[str, int]) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(others.plain_mixtral(), {"train_batch_size": 4, "optimizer": SGD, "parallel": parallel})
+    parts = [one.chunk(engine.data_size)[engine.data_rank] for one in others.tokens(0, 4)]
+    return values_after(engine, dict(zip(("input_ids", "labels"), parts, strict=True)))
+
+
+@pytest.mark.parametrize("beside", ["expert", "tensor"])
+def test_ranks_that_share_sequences_share_experts_and_their_columns_too(ranks: RankPool, beside: str) -> None:
+    whole = ranks(2 if beside == "expert" else 1, of_sequences, {})[0]
+    assert apart(ranks(4, of_sequences, {"sequence": 2, beside: 2})[0], whole) == []
+
+
+FLOAT32 = [
+    (case_of(others.single_llama, 3), TENSOR),
+    (case_of(others.single_llama, 0), TENSOR | IN_TILES),
+    (case_of(others.single_gpt2, 3), PARTS | IN_TILES),
+]
+
+
+def test_float32_keeps_losses_and_norms(ranks: RankPool) -> None:
+    outcomes = ranks(2, train_all, [case.at(case.stage, config=config) for case, config in FLOAT32])[0]
+    for (case, _), outcome in zip(FLOAT32, outcomes, strict=True):
+        expected = expected_of(case.build, case.batch, 1, case.clip, 1)
+        assert outcome.losses == pytest.approx(expected.losses, rel=TOLERANCE)
+        assert outcome.norms == pytest.approx(expected.norms, rel=TOLERANCE)
+
+
+# -- models of one's own ----------------------------------------------------------------------------------------------
+
+PLAN = {"blocks.*.up": "column", "blocks.*.down": "row", "embedding": "vocabulary", "head": "vocabulary"}
+
+
+class Together(nn.Module):
+    """Attention, with two heads of keys for four of queries, and an MLP of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.num_heads, self.num_kv_heads = nn.LayerNorm(32), 4, 2
+        self.q_proj, self.k_proj, self.v_proj = nn.Linear(32, 32), nn.Linear(32, 16), nn.Linear(32, 16)
+        self.o_proj, self.up_proj, self.down_proj = nn.Linear(32, 32), nn.Linear(32, 44), nn.Linear(44, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        q = self.q_proj(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        k, v = (layer(y).unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for layer in (self.k_proj, self.v_proj))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.o_proj(mixed.transpose(1, 2).flatten(2)) + self.down_proj(self.up_proj(y).relu())
+
+
+def of_one_module() -> nn.Module:
+    """Whose heads stay whole."""
+    model = models.TinyGPT(width=32)
+    model.blocks = nn.ModuleList(Together() for _ in range(2))
+    return model.double()
+
+
+def tied_gpt_64() -> nn.Module:
+    return models.tied_gpt().double()
+
+
+def own(build: Callable[[], nn.Module], stage: int, tensor: int, plan: dict[str, str] | None, **more: Any) -> Case:
+    config: dict[str, Any] = {"parallel": {"tensor": tensor}, **({"tensor_parallel": {"plan": plan}} if plan else {})}
+    return Case(build, models.token_batch, stage, 2, clip=0.3, steps=2, config=config | more)
+
+
+OWN: dict[int, list[Case]] = {  # by number of ranks
+    2: [
+        own(models.tiny_gpt_float64, 0, 2, PLAN),
+        own(tied_gpt_64, 3, 2, PLAN),
+        own(of_one_module, 0, 2, None),
+        # Of a head of 31 rows, which two ranks do not divide.
+        own(models.tiny_gpt_float64, 3, 2, PLAN, tiles={"loss": 3}),
+    ],
+    4: [
+        own(models.tiny_gpt_float64, 0, 4, {"head": "column_gathered"}),  # of which no rank has as many columns
+        own(of_one_module, 3, 4, None),
+    ],
+}
+
+
+@pytest.mark.parametrize("num_ranks", OWN)
+def test_a_plan_splits_any_model(ranks: RankPool, num_ranks: int) -> None:
+    for case, outcome in zip(OWN[num_ranks], ranks(num_ranks, train_all, OWN[num_ranks])[0], strict=True):
+        assert_close(outcome, train_plainly(case, 1, adamw, num_parts=2), 1e-10, 1e-10, str(case))
+
+
+class Logits(nn.Module):
+    """Whose head is large enough for its gradient to be written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(1024, 256), nn.Linear(256, 1024, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
+
+
+def gradients_in_place() -> list[tuple[tuple[int, ...], bool]]:
+    """Of products: the sizes of what they are of, and whether there was a place for them."""
+    found = []
+
+    def seen(dy: Tensor, x: Tensor, is_transposed: bool, out: Tensor | None = None) -> Tensor:
+        found.append((tuple(dy.shape), out is not None))
+        return weight_gradient(dy, x, is_transposed, out)
+
+    plan = {"plan": {"embedding": "vocabulary", "head": "vocabulary"}}
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        lowtide.initialize(Logits(), settings(optimizer=SGD, tensor_parallel=plan, **TENSOR)) as engine,
+    ):
+        patch.setattr("lowtide.zero.hooks.weight_gradient", seen)
+        engine.train_step((torch.arange(8).view(2, 4),))
+    return found
+
+
+def test_the_gradient_of_a_split_head_is_written_in_place(ranks: RankPool) -> None:
+    assert ranks(2, gradients_in_place) == [[((2, 4, 512), True)]] * 2

@@ -32,7 +32,6 @@ ASKED = {
             "tests/pipe/test_pipeline_training.py",
             "tests/pretend/test_parity.py",
             "tests/pretend/test_delayed_update.py",
-            "tests/laws/test_same_numbers.py",
         ],
         ["tests/engine"],
     ],
@@ -41,9 +40,11 @@ ASKED = {
         ["tests/engine/test_lost_ranks.py", "tests/engine/test_errors_in_training.py"],
         ["tests/zero"],
     ],
+    "model": [["tests/engine/test_float8.py", "tests/engine/test_compile.py"]],
     "pipe": [["tests/pipe"]],
     "parallel": [["tests/parallel"]],
     "engine": [
+        ["tests/laws"],
         [
             "tests/engine/test_join.py",
             "tests/engine/test_speculative_update.py",

@@ -63,6 +63,9 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
     raw, text_notes = filled(raw, {}, Config)
+    size = raw.get("tiles", {})
+    if not isinstance(size, Mapping) and not any(fault.path == "tiles" for fault in faults):
+        raw["tiles"] = {"mlp": size, "loss": size}  # see TilesConfig
     dialect = dialect_of(raw, Config)
     notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw, dialect).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Positive
+from ...configs.section import Bool, Positive
 from ...pipe.schedules.registry import check_counts, is_path, make_schedule
 from ...pipe.schedules.schedule import Schedule, ScheduleError
 from .batch import nearest_divisors
@@ -31,7 +31,7 @@ class ParallelConfig(ConfigSection):
     tensor: Positive = 1
     """Ranks that share each layer (rows, columns, heads). They take the same data. 1: whole layers."""
 
-    tensor_sequence: bool = False
+    tensor_sequence: Bool = False
     """Between split layers, each rank of `tensor` has a part of the tokens. See docs/parallelism.md."""
 
     sequence: Positive = 1

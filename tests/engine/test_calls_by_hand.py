@@ -236,13 +236,33 @@ def test_gradients_are_cleared_on_all_ranks_or_on_none(
         assert re.search(f"{expected}, found .*{words}", text)
 
 
-def test_forwards_after_the_last_backward_are_of_what_is_not_tried() -> None:
-    """What a speculative update has tried is not taken for the caller's own change either."""
-    with begin(2, SPECULATIVE, bf16={"enabled": True}) as engine:
-        before = engine(*batch())
-        engine.backward(before)
-        assert [engine(*batch()).item() for _ in range(2)] == [before.item()] * 2
-        engine.step()
+LOOKED_AT: list[tuple[int, dict[str, Any]]] = [
+    (2, {"zero_optimization": SPECULATIVE, "bf16": {"enabled": True}}),
+    (3, {"communication": {"transport": "sockets"}}),
+    (3, {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "."}}}),
+]
+
+
+def losses_with_a_look_between(looks: bool) -> list[list[float]]:
+    """Losses of the classic form; with forwards of their own between backward and step."""
+    found = []
+    for stage, config in LOOKED_AT:
+        with start(CASE.at(stage, config=config)) as engine:
+            losses = []
+            for step in range(3):
+                loss = engine(*batch(step))
+                engine.backward(loss)
+                assert all(engine(*batch(step)).item() == loss.item() for _ in range(2 if looks else 0))
+                losses.append(engine.step().loss.item())
+            found.append(losses)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_forwards_between_the_last_backward_and_the_step_change_nothing(ranks: RankPool, world_size: int) -> None:
+    """They are of what is not tried: that is not taken for the caller's own change either."""
+    expected, found = (ranks(world_size, losses_with_a_look_between, looks)[0] for looks in (False, True))
+    assert found == expected
 
 
 def nanogpt_loop(wrap: Callable[[Any, torch.optim.Optimizer], Any]) -> tuple[list[float], Any]:

@@ -137,7 +137,7 @@ def batch_of(model: str, rows: int = ROWS) -> Any:
 
 def config_of(stage: int, every: int = 0, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """zero: keys of zero_optimization."""
-    values = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": accumulation}
+    values: dict[str, Any] = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": accumulation}
     values |= {"activation_checkpointing": {"every": every}, "communication": {"transport": "sockets"}}
     return settings(stage, zero_optimization=more.pop("zero", {}), **{**values, **more})
 

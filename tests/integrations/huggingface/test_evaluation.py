@@ -151,8 +151,8 @@ def test_callbacks_see_the_steps_and_stop_early(ranks: RankPool, tmp_path: Path)
 def translate(folder: str, number: int) -> Any:
     torch.manual_seed(2)
     sizes: dict[str, Any] = {"vocab_size": NUM_TOKENS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
-    config = transformers.T5Config(num_heads=2, decoder_start_token_id=0, **sizes)
-    model = transformers.T5ForConditionalGeneration(config)
+    sizes |= {"num_heads": 2, "decoder_start_token_id": 0}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
     options = {"predict_with_generate": True, "generation_max_length": 5, "max_steps": 2}
     args = lowtide.huggingface.Seq2SeqTrainingArguments(**arguments(folder, **options), lowtide=stage(number))
     made = lowtide.huggingface.Seq2SeqTrainer(
@@ -162,7 +162,7 @@ def translate(folder: str, number: int) -> Any:
     predicted = made.predict(Sentences(5, 8))
     closed(made)
     assert predicted.metrics is not None
-    return predicted.predictions.tolist(), predicted.metrics["test_loss"]
+    return np.asarray(predicted.predictions).tolist(), predicted.metrics["test_loss"]
 
 
 def test_predictions_are_generated_on_all_ranks_in_step(ranks: RankPool, tmp_path: Path) -> None:

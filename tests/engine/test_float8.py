@@ -1,5 +1,6 @@
 """fp8: float8 products change losses a little, and nothing else: not the stages, the checkpoints or the module."""
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def test_a_checkpoint_goes_on_without_float8_and_the_model_is_as_it_was(tmp_path
         )
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": (
         {"fp16": {"enabled": True}, "bf16": {}},
         "fp8.enabled: needs fp16.enabled false (bf16 needs no loss scale)",
@@ -102,7 +103,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float8.why_impossible(torch.device("cuda")) == old
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert float8.why_impossible(torch.device("cuda")) == float8.why_impossible(torch.device("cpu")) == ""
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = 'fp8.enabled: needs the package torchao, which is not installed: pip install "lowtide[fp8]"'
     assert missing in refusal(lowtide.initialize, wide(), settings(**fp8()))
 

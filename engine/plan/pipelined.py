@@ -168,7 +168,8 @@ class _Place:
     def __init__(self, blueprint: Blueprint, machine: Machine, place: int) -> None:
         assert blueprint.pipeline is not None
         plan, footprint = blueprint.places[place], Footprint(blueprint, blueprint.first_rank_of(place))
-        by_stage = _by_stage(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
+        pipeline = blueprint.pipeline.at(blueprint.stage_place_of(place))
+        by_stage = _by_stage(pipeline, plan.trained)
         self.memory, exchange = PlaceMemory(blueprint, place, by_stage), CollectiveCosts(blueprint, machine)
         self._blueprint, self._machine, self._num_units = blueprint, machine, len(plan.units)
         kinds = ((True, False), (False, True), (False, False))  # of microbatches: the first, the last, one between
@@ -185,21 +186,26 @@ class _Place:
         }
         again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
         taken = {group.name: message for group, message in zip(plan.trained, again, strict=False)}
-        messages = [[(group, taken[group.name]) for group in groups if taken] for groups in by_stage]
+        messages = [
+            [(group, taken[group.name]) for group in plan.trained if taken and number in _users(pipeline, group)]
+            for number in range(len(by_stage))
+        ]
         self.reducing = [_seconds(message for _, message in of_stage) for of_stage in messages]
         halves = [[message for group, message in of_stage if group.is_added_up_flat] for of_stage in messages]
         self.shares_of_halves = [  # fraction of `reducing` that follows an I before its W
             _seconds(of_half) / (whole or 1.0) for of_half, whole in zip(halves, self.reducing, strict=True)
         ]
         self._sent_of_halves = list(map(_sent, halves))
+        once = {group.name: message for of_stage in messages for group, message in of_stage}.values()
+        self._sent_by_stages = _sent([message for of_stage in messages for _, message in of_stage])
+        self._sent_once, self._seconds_once = _sent(list(once)), _seconds(once)
         self._tied_bytes = sum(  # each place with a copy sends its gradient to each other place with a copy
             (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
             for group in plan.trained
             for copies in group.sharding.tied
             if copies.are_added
         )
-        self._sending, self._sending_again = _seconds([*gathers, *sums]), _seconds(again)
-        self._sent, self._sent_again = _sent([*gathers, *sums, *refreshes]), _sent(again)
+        self._sending, self._sent = _seconds([*gathers, *sums]), _sent([*gathers, *sums, *refreshes])
 
     def host_seconds(self, num_microbatches: int) -> float:
         """Return host time of the engine in a step, and time to accumulate gradients."""
@@ -208,14 +214,17 @@ class _Place:
         return added + host_seconds(self._blueprint, self._machine, self._num_units, num_microbatches)
 
     def sending_seconds(self, num_microbatches: int) -> float:
-        """Return seconds of gathers and reductions in a step, exposed or not."""
-        return self._sending + (num_microbatches - 1) * self._sending_again
+        """Return seconds of gathers and reductions in a step, exposed or not.
+
+        A group that several stages use is reduced after each of their backwards; `_sending` has it once.
+        """
+        return self._sending + num_microbatches * sum(self.reducing) - self._seconds_once
 
     def sent(self, stages: Stages, run: ScheduleRun, place: int) -> dict[str, int]:
         """Return sent bytes by link, including outputs of stages, their gradients, and sums of tied weights."""
         messages = run.num_microbatches * sum(map(stages.output_bytes, run.ends(place)))
-        earlier = run.num_microbatches - 1
-        sent = {link: nbytes + earlier * self._sent_again[link] for link, nbytes in self._sent.items()}
+        more = {link: run.num_microbatches * nbytes for link, nbytes in self._sent_by_stages.items()}
+        sent = {link: nbytes + more[link] - self._sent_once[link] for link, nbytes in self._sent.items()}
         for stage, of_half in zip(run.recurrence.stages[place], self._sent_of_halves, strict=True):
             for link, nbytes in stages.exchanged[stage].items():
                 sent[link] += run.num_microbatches * nbytes
@@ -234,13 +243,18 @@ def _sent(messages: Sequence[Message]) -> dict[str, int]:
 
 
 def _by_stage(pipeline: PipelinePlan, groups: Sequence[GroupPlan]) -> list[list[GroupPlan]]:
-    """Divide groups over the stages of a place. A group that no stage has alone goes to the first stage."""
-    stages = [set(pipeline.split.parameters[stage]) for stage in pipeline.stages]
-    found: list[list[GroupPlan]] = [[] for _ in stages]
+    """Divide groups over the stages of a place. A group of several stages, or of none, goes to the first."""
+    found: list[list[GroupPlan]] = [[] for _ in pipeline.stages]
     for group in groups:
-        names = {name for name, _ in group.params}
-        found[next((place for place, of_stage in enumerate(stages) if names & of_stage), 0)].append(group)
+        found[_users(pipeline, group)[0]].append(group)
     return found
+
+
+def _users(pipeline: PipelinePlan, group: GroupPlan) -> list[int]:
+    """Return which stages of a place use a group: their numbers at this place; the first if none does."""
+    names = {name for name, _ in group.params}
+    stages = [pipeline.split.parameters[stage] for stage in pipeline.stages]
+    return [number for number, of_stage in enumerate(stages) if not names.isdisjoint(of_stage)] or [0]
 
 
 class PipelineParts:

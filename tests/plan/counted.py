@@ -154,7 +154,6 @@ class Case:
     before: int = 1
     messages: int = 0
     has_peak: bool = True  # of small models what is not counted is more than the tolerance
-    has_bytes: bool = True
 
     @property
     def accumulation(self) -> int:
@@ -273,7 +272,7 @@ def _compared(name: str, case: Case) -> list[str]:
         wrong.append(f"{name}: peak planned {said.peak:,}, measured {found.peak:,} ({beyond / found.peak:+.1%})")
     parallel = case.config.get("parallel", {})
     kinds = [] if "pipeline" in parallel else [*AXES]
-    if case.has_bytes and is_first(case) and case.config["communication"]["transport"] == "sockets":
+    if is_first(case) and case.config["communication"]["transport"] == "sockets":
         kinds += ["groups", "stages"] if {"tensor", "sequence"}.isdisjoint(parallel) else []
     wrong += [
         f"{name}: planned to send {said.sent[kind]:,} bytes ({kind}), sent {found.sent[kind]:,}"

@@ -128,7 +128,7 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "interleaved": Case("deep fused", stages("interleaved", 0, 1, **BF16)),
     },
     ("stages x data", 4): {
-        "stage 2": Case("deep gpt", stages("zb-v", 2), has_bytes=False),  # a fifth less is planned
+        "stage 2": Case("deep gpt", stages("zb-v", 2)),
         "stage 3": Case("deep fused", stages("1f1b", 3, 1, **BF16)),
         "tied": small(stages("1f1b", 2, **BF16), "tied gpt"),
         "halves": small(stages("zb-h1", 2, **BF16), "tied gpt"),

@@ -78,13 +78,12 @@ def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_an_option_of_the_launcher_behind_the_script_is_named(
-    options: str, arguments: str, text: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    options: str, arguments: str, text: str | None, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text('"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)')
-    assert launch(["--print-plan", *options.split(), str(script), *arguments.split()]) == 0
-    out = capsys.readouterr().out
-    assert "note:" not in out if text is None else text in out
+    source = '"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)'
+    job = Job(tmp_path, source, "--print-plan", *options.split(), arguments=arguments.split())
+    status, out, err = job.finish()
+    assert status == 0 and ("note:" not in out if text is None else text in out), out + err
 
 
 FOR_DEEPSPEED = """

@@ -21,6 +21,16 @@ rank = os.environ["RANK"]
 os.write(1, f"out {rank}\\n".encode())
 os.write(2, f"err {rank}\\n".encode())
 """
+FAILS_AFTER_RANK_0 = """
+import pathlib, sys, time
+said = pathlib.Path(sys.argv[1])
+if rank == "0":
+    said.touch()
+while not said.exists():
+    time.sleep(0.01)
+if rank == "1":
+    raise ValueError("bad row 17")
+"""
 BAR = """
 import os, sys
 for step in range(5):
@@ -45,8 +55,8 @@ def test_rank_0_is_shown_plainly_others_have_a_prefix_and_each_has_a_file(tmp_pa
 
 
 def test_quiet_ranks_shows_rank_0_and_why_another_one_failed(tmp_path: Path) -> None:
-    source = f"{SAYS}if rank == '1': raise ValueError('bad row 17')"
-    status, out, err = Job(tmp_path, source, *TWO, "--quiet-ranks").finish()
+    job = Job(tmp_path, SAYS + FAILS_AFTER_RANK_0, *TWO, "--quiet-ranks", arguments=[str(tmp_path / "said")])
+    status, out, err = job.finish()
     assert (status, out) == (1, "out 0\n") and err.startswith("err 0\n") and "│ ValueError: bad row 17\n" in err
 
 

@@ -64,14 +64,12 @@ def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
     assert_alike([ranks(4, train_hearing_late, case)[0], ranks(4, train, case)[0]])
 
 
-def step_after_two_backwards(transports: list[str]) -> list[float]:
-    """Norms. Both are the last of their step, as far as is known when they run."""
+def step_after_two_backwards(cases: list[Case]) -> list[float]:
+    """Norms. Both backwards are the last of their step, as far as is known when they run."""
     norms = []
-    for transport in transports:
-        config = {"communication": {"transport": transport}, **HYBRID}
-        case = Case(models.mlp_float64, models.vector_batch_float64, 2, config=config)
+    for case in cases:
         torch.manual_seed(0)
-        with lowtide.initialize(models.mlp_float64(), case.as_config()) as engine:
+        with lowtide.initialize(case.build(), case.as_config()) as engine:
             for number in range(2):
                 engine(*models.vector_batch_float64(10 * engine.rank + number, 2)).backward()
             norms.append(engine.step().grad_norm.item())
@@ -84,8 +82,13 @@ def test_another_backward_adds_to_a_sum_that_was_final(ranks: RankPool) -> None:
     for number in (10 * rank + number for rank in range(4) for number in range(2)):
         (model(*models.vector_batch_float64(number, 2)) / 4).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item()
-    found = ranks(4, step_after_two_backwards, ["shared_memory", "sockets"])[0]
-    assert found == pytest.approx([norm, norm], rel=1e-6)  # it is shown in float32
+    case = Case(models.mlp_float64, models.vector_batch_float64)
+    transports = [{"communication": {"transport": transport}} for transport in ("shared_memory", "sockets")]
+    cases = [
+        one for transport in transports for one in (case.at(0, config=transport), case.at(2, config=transport | HYBRID))
+    ]
+    found = ranks(4, step_after_two_backwards, cases)[0]
+    assert found == pytest.approx([norm] * 4, rel=1e-6)  # it is shown in float32
 
 
 # -- hpZ of ZeRO++ ----------------------------------------------------------------------------------------------------

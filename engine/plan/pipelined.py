@@ -168,8 +168,8 @@ class _Place:
     def __init__(self, blueprint: Blueprint, machine: Machine, place: int) -> None:
         assert blueprint.pipeline is not None
         plan, footprint = blueprint.places[place], Footprint(blueprint, blueprint.first_rank_of(place))
-        pipeline = blueprint.pipeline.at(blueprint.stage_place_of(place))
-        by_stage = _by_stage(pipeline, plan.trained)
+        of_stages = _users(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
+        by_stage = [[group for group, first in of_stage if first] for of_stage in of_stages]
         self.memory, exchange = PlaceMemory(blueprint, place, by_stage), CollectiveCosts(blueprint, machine)
         self._blueprint, self._machine, self._num_units = blueprint, machine, len(plan.units)
         kinds = ((True, False), (False, True), (False, False))  # of microbatches: the first, the last, one between
@@ -186,10 +186,7 @@ class _Place:
         }
         again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
         taken = {group.name: message for group, message in zip(plan.trained, again, strict=False)}
-        messages = [
-            [(group, taken[group.name]) for group in plan.trained if taken and number in _users(pipeline, group)]
-            for number in range(len(by_stage))
-        ]
+        messages = [[(group, taken[group.name]) for group, _ in of_stage if taken] for of_stage in of_stages]
         self.reducing = [_seconds(message for _, message in of_stage) for of_stage in messages]
         halves = [[message for group, message in of_stage if group.is_added_up_flat] for of_stage in messages]
         self.shares_of_halves = [  # fraction of `reducing` that follows an I before its W
@@ -242,19 +239,19 @@ def _sent(messages: Sequence[Message]) -> dict[str, int]:
     return {link: sum(getattr(message, link) for message in messages) for link in ("intra", "inter")}
 
 
-def _by_stage(pipeline: PipelinePlan, groups: Sequence[GroupPlan]) -> list[list[GroupPlan]]:
-    """Divide groups over the stages of a place. A group of several stages, or of none, goes to the first."""
-    found: list[list[GroupPlan]] = [[] for _ in pipeline.stages]
+def _users(pipeline: PipelinePlan, groups: Sequence[GroupPlan]) -> list[list[tuple[GroupPlan, bool]]]:
+    """Return for each stage of a place the groups that it uses, and whether no earlier stage of the place does.
+
+    A group that no stage uses goes to the first.
+    """
+    stages = [set(pipeline.split.parameters[stage]) for stage in pipeline.stages]
+    found: list[list[tuple[GroupPlan, bool]]] = [[] for _ in stages]
     for group in groups:
-        found[_users(pipeline, group)[0]].append(group)
+        names = {name for name, _ in group.params}
+        users = [number for number, of_stage in enumerate(stages) if names & of_stage] or [0]
+        for number in users:
+            found[number].append((group, number == users[0]))
     return found
-
-
-def _users(pipeline: PipelinePlan, group: GroupPlan) -> list[int]:
-    """Return which stages of a place use a group: their numbers at this place; the first if none does."""
-    names = {name for name, _ in group.params}
-    stages = [pipeline.split.parameters[stage] for stage in pipeline.stages]
-    return [number for number, of_stage in enumerate(stages) if not names.isdisjoint(of_stage)] or [0]
 
 
 class PipelineParts:

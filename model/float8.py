@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -31,18 +30,16 @@ def why_impossible(device: torch.device) -> str:
     return ""
 
 
-def linear_layers(
-    blocks: Iterable[tuple[str, nn.Module]], min_features: int, exclude: Sequence[str]
-) -> dict[str, nn.Linear]:
+def linear_layers(blocks: Iterable[tuple[str, nn.Module]], min_features: int) -> dict[str, nn.Linear]:
     """Return the layers of the blocks that float8 can compute, by name: exactly `nn.Linear`, without a changed forward.
 
-    min_features: the fewest input and output features. exclude: patterns of names.
+    min_features: the fewest input and output features.
     """
     found = {}
     for name, block in blocks:
         for inner, layer in block.named_modules(prefix=name):
             is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
-            if not is_plain or any(fnmatchcase(inner, pattern) for pattern in exclude):
+            if not is_plain:
                 continue
             sizes = layer.in_features, layer.out_features
             if min(sizes) >= min_features and all(size % MULTIPLE == 0 for size in sizes):

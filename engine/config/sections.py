@@ -418,11 +418,9 @@ class FP8Config(ConfigSection):
     def notes(self, config: Any) -> list[str]:
         if not self.enabled:
             return self.idle("fp8.enabled is false")
-        return (
-            []
-            if config.compile.blocks
-            else ["fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"]
-        )
+        if config.compile.blocks:
+            return []
+        return ["fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"]
 
 
 class CompileConfig(ConfigSection):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -104,7 +105,15 @@ def multiply_in_float8(module: nn.Module, config: Config, world: World, patches:
     section = config.fp8
     if problem := why_impossible(world.device):
         raise ConfigError([Fault("fp8.enabled", "conflict", problem)])
-    layers = linear_layers(find_blocks(module), section.min_features, section.exclude)
+    layers = linear_layers(find_blocks(module), section.min_features)
+    excluded = set[str]()
+    for pattern in section.exclude:
+        matching = {name for name in layers if fnmatchcase(name, pattern)}
+        if not matching:
+            message = f'"{pattern}" excludes no layer that fp8 would compute; leave it out, or correct the pattern'
+            raise ConfigError([Fault("fp8.exclude", "conflict", message)])
+        excluded |= matching
+    layers = {name: layer for name, layer in layers.items() if name not in excluded}
     if not layers:
         message = (
             f"{section.min_features}: expected linear layers in repeated blocks with so many input and output "

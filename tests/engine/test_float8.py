@@ -82,6 +82,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"parallel": {"tensor": 2}},
         "fp8.enabled: needs parallel.tensor 1 (split layers exchange parts of their products)",
     ),
+    "pattern": (
+        fp8(exclude=["*.down", "*.dwon"]),
+        'fp8.exclude: "*.dwon" excludes no layer that fp8 would compute; leave it out, or correct the pattern',
+    ),
     "small": (
         {"fp8": {"enabled": True}},
         "fp8.min_features: 1024: expected linear layers in repeated blocks with so many input and output features, "
@@ -114,3 +118,11 @@ def test_notes() -> None:
     assert note == "fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"
     (idle,) = Config.load({"fp8": {"recipe": "rowwise"}}).notes
     assert idle == 'fp8.recipe: "rowwise" has no effect here: fp8.enabled is false'
+
+
+def test_stages_of_a_pipeline_have_the_bits_of_one_process(ranks: RankPool) -> None:
+    alone = PLAIN.at(0, accumulation=4, config=fp8())
+    staged = alone.at(1, config={"parallel": {"pipeline": 2}})
+    (expected,) = ranks(1, trained, [alone])[0]
+    (found,) = ranks(2, trained, [staged])[0]
+    assert found.losses == expected.losses

@@ -21,8 +21,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-MEASURES = {"checks": "check", "training": "train", "trace": "trace", "models": "compare_models"}
-"""The function of each part in `_gpu_parts.py`, in their order."""
+MEASURES = {
+    "checks": "_gpu_parts:check",
+    "training": "_gpu_parts:train",
+    "trace": "_gpu_parts:trace",
+    "models": "_gpu_parts:compare_models",
+    "splits": "_gpu_splits:compare_splits",
+}
+"""The module and function of each part, in their order."""
 
 JSON_FILE = "results.json"
 RUNNING = "running"  # the status of a part from its start to its end
@@ -126,7 +132,7 @@ def main(job: dict[str, Any]) -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of a job are stopped too
     faulthandler.dump_traceback_later(max(1.0, job["limit_seconds"] - _DUMP_SECONDS))
-    parts = importlib.import_module("_gpu_parts")
+    modules = {part: importlib.import_module(MEASURES[part].split(":")[0]) for part in job["parts"]}
     gc.freeze()  # what imports have made stays: collections between trainings need not go through it
     _device.prepare()
     settings = {
@@ -139,7 +145,7 @@ def main(job: dict[str, Any]) -> int:
     for part in job["parts"]:
         record = Record(Path(job["folder"]), part, settings, job["only"])
         with record.measuring(part):
-            getattr(parts, MEASURES[part])(record)
+            getattr(modules[part], MEASURES[part].split(":")[1])(record)
         record.end()
         num_failures += len(record.failures)
     return 1 if num_failures else 0

@@ -4,6 +4,7 @@
   training   one rank: stages, precisions, every offload, compiled blocks; losses beside the CPU's
   trace      one of eight simulated ranks: a profiler's trace, idle time, waits of the host
   models     350M, 1.3B and 3B: tokens/s and peak memory beside torch's fused AdamW, FSDP2, DeepSpeed where it is there
+  splits     two ranks on one device by gloo, and by NCCL where it lets them; one of eight simulated ranks that share
 
 Each runs in a process of its own; after one that fails or is cut off the next one runs. The folder gets results.json,
 log.txt with all that was said, and the traces. Kernels are timed by kernels.py, the largest model is searched by

@@ -23,11 +23,12 @@ TABLES = {
     "training": ["one rank beside the CPU"],
     "trace": ["steps"],
     "models": ["models, bf16, one rank"],
+    "splits": ["two ranks on one device", "one of 8 ranks that share"],
 }
 # Of trainings and traces those that differ in the code of their part: what an engine of each config does on the device
 # is shown in tests/pretend.
 TRAINED = ["stage 0", "stage 2", "update in backward", "cpu, overlap delayed", "states and parameters nvme", "compiled"]
-ONLY = ["tests", "rms_norm", "sum_of_squares", "tiny", *TRAINED]
+ONLY = ["tests", "rms_norm", "sum_of_squares", "tiny", ", stage 3", *TRAINED]
 
 
 def run(arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +59,25 @@ def test_every_training_has_a_config_that_loads(helper: Helper) -> None:
         for dtype in case.dtypes:
             config = Config.load(case.config(dtype, "cpu", "folder")).resolve(1)
             assert config.zero_optimization.stage == case.zero["stage"] and config.train_batch_size == part.ROWS
+
+
+def test_nccl_that_refuses_two_ranks_on_a_device_is_tried_once(
+    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part, jobs = helper("_gpu_splits"), []
+
+    def refuse(job: dict[str, Any], *_: Any) -> None:
+        jobs.append(job)
+        raise part.JobError("rank 1 ended with status 1: Duplicate GPU detected")
+
+    monkeypatch.setattr(part, "run_ranks", refuse)
+    monkeypatch.setattr(part.dist, "get_default_backend_for_device", lambda device: "nccl")
+    monkeypatch.setitem(part.dist.Backend.backend_capability, "nccl", [part._device.type_of_device()])
+    record = helper("_gpu_part").Record(tmp_path, "splits", {"date": "today"}, ["nccl"])
+    part.compare_splits(record)
+    (row,) = json.loads((tmp_path / "results.json").read_text())["splits"]["tables"]["two ranks on one device"]
+    assert len(jobs) == 1 and record.failures == []
+    assert row["outcome"] == "refused: JobError: rank 1 ended with status 1: Duplicate GPU detected"
 
 
 def test_a_part_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 names.install()
 
-__version__ = "0.19.8"
-"""That of the DeepSpeed whose names these are: scripts ask for it."""
 __version__ = "0.19.8"  # the DeepSpeed that these names come from: scripts compare it
 version = __version__
 git_hash = git_branch = None
@@ -45,9 +43,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Find any further public name of DeepSpeed."""
-    found = names.find(".", name)
-    """Find any other public name of DeepSpeed."""
-    return found
+    return names.find(".", name)
 
 
 def __dir__() -> list[str]:

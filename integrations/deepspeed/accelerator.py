@@ -13,52 +13,22 @@ from torch import Tensor
 
 __path__: list[str] = []  # DeepSpeed has modules below this name
 
-_MODULE_CALLS = {
-    "synchronize",
-    "set_device",
-    "empty_cache",
-    "memory_allocated",
-    "max_memory_allocated",
-    "reset_peak_memory_stats",
-    "memory_stats",
-    "memory_reserved",
-    "max_memory_reserved",
-    "manual_seed",
-    "manual_seed_all",
-    "get_rng_state",
-    "set_rng_state",
-    "initial_seed",
-    "current_stream",
-    "default_stream",
-    "stream",
-    "Stream",
-    "Event",
-}
-"""Calls that torch's module of the device has under the same name."""
 _OLD_NAMES = {
     "reset_max_memory_allocated": "reset_peak_memory_stats",
     "reset_max_memory_cached": "reset_peak_memory_stats",
     "memory_cached": "memory_reserved",
     "max_memory_cached": "max_memory_reserved",
 }
-_ON_CPU: dict[str, Callable[..., Any]] = {
-    "synchronize": lambda *_: None,
-    "set_device": lambda *_: None,
-    "empty_cache": lambda: None,
-    "memory_allocated": lambda *_: 0,
-    "max_memory_allocated": lambda *_: 0,
-    "reset_peak_memory_stats": lambda *_: None,
+_MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved")
+_ON_CPU: dict[str, Callable[..., Any]] = {  # calls that torch has for accelerators only
+    **dict.fromkeys(_MEMORY, lambda *_: 0),
+    **dict.fromkeys(("set_device", "empty_cache", "reset_peak_memory_stats", "default_stream"), lambda *_: None),
     "memory_stats": lambda *_: {},
-    "memory_reserved": lambda *_: 0,
-    "max_memory_reserved": lambda *_: 0,
     "manual_seed": torch.manual_seed,
     "manual_seed_all": torch.manual_seed,
     "get_rng_state": lambda *_: torch.get_rng_state(),
     "set_rng_state": lambda state, *_: torch.set_rng_state(state),
     "initial_seed": torch.initial_seed,
-    "current_stream": lambda *_: None,
-    "default_stream": lambda *_: None,
-    "stream": lambda _: nullcontext(),
 }
 _TENSORS = {
     "BFloat16Tensor": torch.bfloat16,
@@ -173,12 +143,15 @@ class TorchAccelerator:
         if name in _TENSORS:
             dtype, device = _TENSORS[name], self._name
             return lambda data: torch.tensor(data, dtype=dtype, device=device)
-        if name not in _MODULE_CALLS:
+        found = _ON_CPU.get(name) if self._name == "cpu" else None
+        if found is None and not name.startswith("_"):
+            found = getattr(torch.get_device_module(self._name), name, None)  # torch.cpu, torch.cuda, ...
+        if found is None:
             raise AttributeError(
                 f"get_accelerator(): no '{name}' here; torch.accelerator and torch.get_device_module have what torch "
                 "knows of the device"
             )
-        return _ON_CPU.get(name) if self._name == "cpu" else getattr(torch.get_device_module(self._name), name)
+        return found
 
 
 @cache

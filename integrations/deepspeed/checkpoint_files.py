@@ -10,16 +10,15 @@
 shard for each rank. At stage 3 each parameter is padded to a multiple of the ranks and cut into equal rows, and a
 rank's flat group has its row of each parameter.
 
-[Note: safe unpickling] The files are pickles. The unpickler knows only classes of tensors and plain values. An object
-of any other class becomes an empty object, and nothing in a file is called.
+[Note: safe unpickling] The files are pickles. torch's restricted unpickler (`weights_only`) knows tensors and plain
+values. An object of any further class becomes an `_Unknown`, and nothing in a file is called.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 import re
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..checkpoint.files import CheckpointError, NoCheckpointError
 
@@ -327,50 +327,16 @@ class _Unknown(SimpleNamespace):
             self.__dict__.update({str(key): value for key, value in state.items()})
 
 
-_TENSOR_PARTS = {
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_tensor"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch._utils", "_rebuild_parameter_with_state"),
-    ("torch.nn.parameter", "Parameter"),
-    ("torch._tensor", "_rebuild_from_type_v2"),
-    ("torch", "Tensor"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.storage", "UntypedStorage"),
-    ("torch.storage", "TypedStorage"),
-    ("collections", "OrderedDict"),
-    ("collections", "defaultdict"),
-    ("builtins", "set"),
-    ("builtins", "complex"),
-}
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        is_storage = module == "torch" and name.endswith("Storage")
-        if is_storage or (module, name) in _TENSOR_PARTS or _is_dtype(module, name):
-            return super().find_class(module, name)
-        return _Unknown
-
-
-def _is_dtype(module: str, name: str) -> bool:
-    return module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-
-
-_PICKLE = SimpleNamespace(
-    __name__="lowtide", Unpickler=_Unpickler, load=lambda file, **options: _Unpickler(file, **options).load()
-)
-
-
 def load_pickle(path: Path) -> Any:
     """Read a file of torch.save: see [Note: safe unpickling]. Raises CheckpointError."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=False, pickle_module=_PICKLE)
+        with safe_globals([defaultdict]):
+            unknown = get_unsafe_globals_in_checkpoint(path)
+            with safe_globals([(_Unknown, name) for name in unknown]):
+                found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for a foreign file
         raise CheckpointError(f"{path}: expected a file written by torch.save; {error}") from error
-    if not isinstance(found, (dict, OrderedDict)):
+    if not isinstance(found, dict):
         raise CheckpointError(f"{path}: expected a dictionary, found {type(found).__name__}")
     return _detached(found)
 

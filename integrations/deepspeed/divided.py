@@ -38,7 +38,7 @@ from . import comm
 from .accelerator import get_accelerator
 from .config import DeepSpeedConfig
 from .messages import UsageError, logger
-from .owners import mark
+from .owners import set_ds_attributes
 
 OPEN_BYTES = 8 << 20  # limit of open parameters
 _NEWEST = 2  # always stay open: a layer draws its weight and bias after making both
@@ -60,7 +60,7 @@ class _Entry:
     shape: tuple[int, ...]
     part: Tensor | None = None
     num_gathered: int = 0  # open contexts of GatheredParameters
-    shown: object = None  # `_mark` at the start of the outermost of these contexts
+    fingerprint: object = None  # `_fingerprint` at the start of the outermost of these contexts
     take_reader: Callable[[], object] | None = None
 
 
@@ -82,7 +82,7 @@ class DividedParameters:
         self._num_made += 1
         self._entries[param] = entry
         _TABLES[param] = self
-        mark(param)
+        set_ds_attributes(param)
         self._open.append(entry)
         self._divide_oldest()
 
@@ -162,7 +162,7 @@ class DividedParameters:
         for entry in entries if gathered else ():
             entry.num_gathered += 1
             if entry.num_gathered == 1:
-                entry.shown = _mark(entry.param())
+                entry.fingerprint = _fingerprint(entry.param())
 
     def close_gathered(self, params: Iterable[nn.Parameter], modifier_rank: int | None) -> None:
         """End GatheredParameters without an error. A collective.
@@ -173,7 +173,7 @@ class DividedParameters:
         changed = []
         for entry in entries:
             entry.num_gathered -= 1
-            if not entry.num_gathered and _mark(entry.param()) != entry.shown:
+            if not entry.num_gathered and _fingerprint(entry.param()) != entry.fingerprint:
                 changed.append(entry.shape)
         by_rank = self._agree(f"ends GatheredParameters(modifier_rank={modifier_rank}) of", entries, changed)
         if modifier_rank is None:
@@ -246,7 +246,7 @@ def _zeros_like(values: Tensor, numel: int, device: torch.device | None = None) 
     return torch.zeros(numel, dtype=values.dtype, device=device)
 
 
-def _mark(param: nn.Parameter | None) -> object:
+def _fingerprint(param: nn.Parameter | None) -> object:
     """Return an object that differs if the values have changed."""
     if param is None:
         return None

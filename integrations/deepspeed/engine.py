@@ -28,7 +28,7 @@ from .messages import UsageError, log_dist, logger
 from .monitors import MonitorMaster
 from .names import listed, refused_attribute
 from .optimizer_view import DeepSpeedOptimizer, OffloadStateTypeEnum, offload_states
-from .owners import own, own_no_more
+from .owners import forget_owner, set_owner
 from .parameters import OffloadDeviceEnum
 from .small import ThroughputTimer
 
@@ -147,7 +147,7 @@ class DeepSpeedEngine(nn.Module):
         self.basic_optimizer = basic_optimizer
         self.optimizer = self._optimizer()
         self.training_dataloader = None if training_data is None else self.deepspeed_io(training_data)
-        own(self.module, engine)
+        set_owner(self.module, engine)
         self._set_boundaries()
 
     def _optimizer(self) -> torch.optim.Optimizer | None:
@@ -642,7 +642,7 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Remove everything that the engine put on the module. The process group stays."""
-        own_no_more(self.module, self.lowtide)
+        forget_owner(self.module, self.lowtide)
         if self.lowtide.is_open:
             self._end_listening()
         self.lowtide.close()

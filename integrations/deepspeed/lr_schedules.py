@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -71,6 +72,19 @@ class Scheduler:
             for schedule, base in zip(self._schedules, self._base_lrs, strict=True)
         ]
 
+    def get_lr_ratio(self) -> float:
+        """Return the ratio of the rate of a WarmupCosineLR to the optimizer's, at the last iteration."""
+        return self._schedules[0](1.0, self.last_batch_iteration + 1)
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """Return the betas of each group at the last iteration of a OneCycle; None without cycle_momentum.
+
+        Before the first step it returns the maxima, though the groups have the minima, as in DeepSpeed.
+        """
+        step = self.last_batch_iteration + 1
+        found = [(betas_at(section, step), section.params.cycle_max_mom) for section in self._sections]
+        return [(betas[0] if step else most, betas[1]) for betas, most in found if betas is not None] or None
+
     def get_last_lr(self) -> list[float]:
         """Return the learning rates that were set last."""
         return self._last_lr
@@ -101,61 +115,29 @@ class Scheduler:
                 group["betas"] = betas
 
 
-class WarmupLR(Scheduler):
-    """Warm up from the minimum to the maximum (None: the optimizer's rate), then stay constant."""
-
-    kind = "WarmupLR"
-
-
-class WarmupDecayLR(Scheduler):
-    """Warm up, then decay linearly to 0."""
-
-    kind = "WarmupDecayLR"
-    defaults: ClassVar[dict[str, Any]] = {"warmup_max_lr": 0.001}
-
-
-class WarmupCosineLR(Scheduler):
-    """Warm up, then follow half a cosine, as ratios of the optimizer's learning rates."""
-
-    kind = "WarmupCosineLR"
-
-    def get_lr_ratio(self) -> float:
-        """Return the ratio at the last iteration."""
-        return self._schedules[0](1.0, self.last_batch_iteration + 1)
-
-
-class OneCycle(Scheduler):
-    """Follow `scheduler` "OneCycle" of the config. Sets the `betas` of the groups too."""
-
-    kind = "OneCycle"
-
-    def get_mom(self) -> list[tuple[float, float]] | None:
-        """Return the betas of each group at the last iteration; None without cycle_momentum.
-
-        Before the first step it returns the maxima, though the groups have the minima, as in DeepSpeed.
-        """
-        step = self.last_batch_iteration + 1
-        found = [(betas_at(section, step), section.params.cycle_max_mom) for section in self._sections]
-        return [(betas[0] if step else most, betas[1]) for betas, most in found if betas is not None] or None
-
-
-class LRRangeTest(Scheduler):
-    """Follow `scheduler` "LRRangeTest" of the config."""
-
-    kind = "LRRangeTest"
-
-
-CLASSES: dict[str, type[Scheduler]] = {
-    cls.kind: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {  # docstring, and DeepSpeed's defaults that differ from the config's
+    "WarmupLR": ("Warm up from the minimum to the maximum (None: the optimizer's rate), then stay constant.", {}),
+    "WarmupDecayLR": ("Warm up, then decay linearly to 0.", {"warmup_max_lr": 0.001}),
+    "WarmupCosineLR": ("Warm up, then follow half a cosine, as ratios of the optimizer's learning rates.", {}),
+    "OneCycle": ('Follow `scheduler` "OneCycle" of the config. Sets the `betas` of the groups too.', {}),
+    "LRRangeTest": ('Follow `scheduler` "LRRangeTest" of the config.', {}),
 }
-VALID_LR_SCHEDULES = list(CLASSES)
+VALID_LR_SCHEDULES = sorted(_KINDS)
+
+
+@cache
+def class_of(kind: str) -> type[Scheduler]:
+    """Return the class of a schedule. DeepSpeed has classes for those of `_KINDS`."""
+    text, defaults = _KINDS.get(kind, ("", {}))
+    return type(kind, (Scheduler,), {"kind": kind, "defaults": defaults, "__doc__": text, "__module__": __name__})
+
+
+WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest = map(class_of, _KINDS)
 
 
 def scheduler_of(section: Any, optimizer: Any) -> Scheduler:
     """Make the scheduler of a checked `scheduler` section over this optimizer."""
-    kind: str = section.type
-    made: type[Scheduler] = CLASSES.get(kind) or type(kind, (Scheduler,), {"kind": kind})
-    return made.over(optimizer, section)
+    return class_of(section.type).over(optimizer, section)
 
 
 def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:

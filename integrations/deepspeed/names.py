@@ -252,8 +252,8 @@ def find(module: str, name: str) -> Any:
     below = name if module == "." else f"{module}.{name}"
     if name.startswith("__") and name not in HOMES:
         raise AttributeError(f"module {_ROOT}.{module!r} has no attribute {name!r}")
-    if module.split(".")[0] == "comm" and name in import_module(f"{_ROOT}.comm").__all__:
-        return getattr(import_module(f"{_ROOT}.comm"), name)
+    if module.split(".")[0] == "comm" and name in vars(comm := import_module(f"{_ROOT}.comm")):
+        return getattr(comm, name)
     known, is_refused = listed().get(module, frozenset()), _is_refused(module)
     if is_module(below) and not is_refused and not (name in HOMES and name in known):
         return import_module(f"{_ROOT}.{below}")

@@ -30,7 +30,7 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-def mark(param: nn.Parameter) -> None:
+def set_ds_attributes(param: nn.Parameter) -> None:
     """Set the attributes of a divided parameter, whether its values are present now or not."""
     if "ds_id" not in param.__dict__:
         # While the values are away, `ReleasedParameter.ds_status` below says NOT_AVAILABLE.
@@ -38,7 +38,7 @@ def mark(param: nn.Parameter) -> None:
         param.__dict__.update(zip(_NAMES, values, strict=True))
 
 
-def unmark(param: nn.Parameter) -> None:
+def remove_ds_attributes(param: nn.Parameter) -> None:
     """Remove the attributes."""
     for name in _NAMES:
         param.__dict__.pop(name, None)
@@ -55,22 +55,22 @@ ReleasedParameter.ds_status = property(_not_available)  # type: ignore[attr-defi
 _OWNERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def own(module: nn.Module, engine: Engine) -> None:
+def set_owner(module: nn.Module, engine: Engine) -> None:
     """Record the engine of a module's parameters, and mark them at stage 3."""
     for param in module.parameters():
         _OWNERS[param] = weakref.ref(engine)
         if engine.config.zero_optimization.stage == 3:
-            mark(param)
+            set_ds_attributes(param)
         else:
-            unmark(param)
+            remove_ds_attributes(param)
 
 
-def own_no_more(module: nn.Module, engine: Engine) -> None:
+def forget_owner(module: nn.Module, engine: Engine) -> None:
     """Forget the engine, unless a later engine has the module."""
     for param in module.parameters():
         if owner_of(param) is engine:
             del _OWNERS[param]
-            unmark(param)
+            remove_ds_attributes(param)
 
 
 def take_from_owner(module: nn.Module) -> None:
@@ -81,7 +81,7 @@ def take_from_owner(module: nn.Module) -> None:
         if engine.module is not module or not engine.is_open:
             continue
         logger.warning("deepspeed.initialize: the model already has an engine, which is destroyed now")
-        own_no_more(module, engine)
+        forget_owner(module, engine)
         with engine.gathered():
             values = (
                 [param.detach().to("cpu", copy=True) for param in params]

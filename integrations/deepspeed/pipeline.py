@@ -94,7 +94,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self.grid.is_last_stage()
 
     def get_pipeline_parallel_rank(self) -> int:
-        return self.grid.get_stage_id()
+        return self.grid.stage_id
 
     def coalesce_grad_reduction(self) -> NoReturn:
         """Raise NotImplementedError: the schedule already runs all backwards of a step."""

@@ -103,6 +103,21 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
+_GETTERS = {  # call -> attribute of PipelineParallelGrid
+    "get_stage_id": "stage_id",
+    "get_pipe_parallel_rank": "stage_id",
+    "get_pipe_parallel_world_size": "pipe_parallel_size",
+    "get_data_parallel_id": "data_parallel_id",
+    "get_data_parallel_rank": "data_parallel_id",
+    "get_data_parallel_world_size": "data_parallel_size",
+    "get_model_parallel_rank": "model_id",
+    "get_model_parallel_world_size": "model_parallel_size",
+    "get_slice_parallel_rank": "model_id",
+    "get_slice_parallel_world_size": "slice_parallel_size",
+    "get_global_rank": "global_rank",
+}
+
+
 class PipelineParallelGrid:
     """This rank's place in a topology. It makes no process groups: the engine has its groups."""
 
@@ -111,52 +126,26 @@ class PipelineParallelGrid:
         self.world_size = comm.get_world_size() if comm.is_initialized() else 1
         self._topo = topology or PipeDataParallelTopology(1, self.world_size)
         coord = self._topo.get_coord(self.global_rank)
-        self.stage_id = getattr(coord, "pipe", 0)
-        self.data_parallel_id = getattr(coord, "data", 0)
-        self.model_id = getattr(coord, "model", 0)
+        self.stage_id: int = getattr(coord, "pipe", 0)
+        self.data_parallel_id: int = getattr(coord, "data", 0)
+        self.model_id: int = getattr(coord, "model", 0)
         self.pipe_parallel_size = max(1, self._topo.get_dim("pipe"))
         self.data_parallel_size = max(1, self._topo.get_dim("data"))
         self.model_parallel_size = max(1, self._topo.get_dim("model"))
         self.slice_parallel_size = self.model_parallel_size
 
-    def get_stage_id(self) -> int:
-        return int(self.stage_id)
-
-    def get_data_parallel_id(self) -> int:
-        return int(self.data_parallel_id)
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.get_stage_id()
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_data_parallel_rank(self) -> int:
-        return self.get_data_parallel_id()
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_model_parallel_rank(self) -> int:
-        return int(self.model_id)
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.model_parallel_size
-
-    def get_slice_parallel_rank(self) -> int:
-        return int(self.model_id)
-
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
-
-    def get_global_rank(self) -> int:
-        return self.global_rank
+    def __getattr__(self, name: str) -> Any:
+        """Find DeepSpeed's getters, and Megatron's: see `_GETTERS`."""
+        if name not in _GETTERS:
+            raise AttributeError(f"PipelineParallelGrid has no attribute '{name}'")
+        value = getattr(self, _GETTERS[name])
+        return lambda: value
 
     def is_first_stage(self) -> bool:
-        return self.get_stage_id() == 0
+        return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        return self.get_stage_id() == self.pipe_parallel_size - 1
+        return self.stage_id == self.pipe_parallel_size - 1
 
     def topology(self) -> ProcessTopology:
         return self._topo

@@ -42,17 +42,8 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 @dataclass
-class Seq2SeqTrainingArguments(transformers.Seq2SeqTrainingArguments):
+class Seq2SeqTrainingArguments(TrainingArguments, transformers.Seq2SeqTrainingArguments):
     """transformers' Seq2SeqTrainingArguments with `lowtide` and `eval_token_mean`: see `TrainingArguments`."""
-
-    _VALID_DICT_FIELDS = [*transformers.TrainingArguments._VALID_DICT_FIELDS, "lowtide"]  # noqa: RUF012 (as the base)
-
-    lowtide: dict[str, Any] | str | None = field(default=None, metadata={"help": HELP})
-    eval_token_mean: bool = field(default=False, metadata={"help": HELP_OF_MEAN})
-
-    def __post_init__(self) -> None:
-        self.use_cpu = self.use_cpu or only_cpu()
-        super().__post_init__()  # type: ignore[no-untyped-call]  # transformers has no types for it
 
 
 def config_of(source: Source, args: Any) -> EngineConfig:

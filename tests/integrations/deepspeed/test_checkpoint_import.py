@@ -104,10 +104,19 @@ class _Harmful:
         return (Path.touch, (self.path,))
 
 
+@dataclass
+class _Stranger:
+    name: str
+
+
 def test_nothing_in_a_file_is_called(tmp_path: Path) -> None:
-    called = tmp_path / "called"
-    torch.save({"x": _Harmful(called), "y": torch.ones(2)}, tmp_path / "file.pt", pickle_module=pickle)
-    assert torch.equal(load_pickle(tmp_path / "file.pt")["y"], torch.ones(2)) and not called.exists()
+    called, file = tmp_path / "called", tmp_path / "file.pt"
+    torch.save({"x": _Stranger("a"), "y": torch.ones(2)}, file, pickle_module=pickle)
+    found = load_pickle(file)
+    assert torch.equal(found["y"], torch.ones(2)) and type(found["x"]) is not _Stranger and found["x"].name == "a"
+    torch.save({"x": _Harmful(called), "y": torch.ones(2)}, file, pickle_module=pickle)
+    assert "expected a file written by torch.save" in refusal(load_pickle, file, kind=CheckpointError)
+    assert not called.exists()
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import get_args
 from ..launch.agent.agent import SILENCE_SECONDS, TOKEN_VARIABLE
 from ..launch.allocation.allocation import AllocationRequest, find_allocation
 from ..launch.hosts.environment import job_environment
-from ..launch.hosts.host import Allocation, LaunchError
+from ..launch.hosts.host import Allocation, LaunchError, TransportName
 from ..launch.hosts.plan import LOCAL_RANK_WORD, Bind, command_of, printed_plan, printed_rank
 from ..launch.job.attempts import Attempts, planned
 from ..launch.job.display import say
@@ -23,7 +23,6 @@ from ..launch.transports.join import become_agent
 from ..launch.transports.link import AgentTransport
 from .arguments import Parser
 
-TRANSPORTS = ("local", "ssh", "srun", "mpirun", "join")
 CONNECT_SECONDS = 60.0
 JOIN_SECONDS = 600.0  # pods and tasks of one job may start minutes apart
 _OF_A_JOB = (
@@ -250,7 +249,11 @@ def _add_hosts(group: "argparse._ArgumentGroup") -> None:
     add("--hosts", metavar="a:8,b:8", help="hosts with their slots")
     add("--include", metavar="a@b:0,2", help="use only these hosts, or these slots of them")
     add("--exclude", metavar="c", help="use all hosts but these")
-    add("--transport", choices=TRANSPORTS, help="how to reach the hosts (default: depends on how they are given)")
+    add(
+        "--transport",
+        choices=get_args(TransportName),
+        help="how to reach the hosts (default: depends on how they are given)",
+    )
     add("--ssh-port", type=int, metavar="PORT", help="port of ssh on the hosts")
     add(
         "--ssh-option",

@@ -35,13 +35,11 @@ from ..wire.messages import (
     Held,
     Hello,
     Hold,
-    Kill,
     Leave,
     Message,
     Note,
     Output,
     ProgressReport,
-    RanksRefused,
     Reach,
     Reached,
     Shown,
@@ -141,11 +139,11 @@ class Agent:
                 self._in_thread(lambda: run_checks(request), lambda results: Checked(tuple(results)))
             case Start():
                 self._start(message)
+            case Signal(signal.SIGKILL):
+                kill_descendants()
             case Signal(number):
                 if self._ranks is not None:
                     self._ranks.send_signal(number)
-            case Kill():
-                kill_descendants()
             case Stacks(ranks):
                 self._dump_stacks(ranks)
             case Shown(nbytes):
@@ -191,7 +189,7 @@ class Agent:
         try:
             self._ranks = HostRanks(self._loop, message, self._printed, self._channel.send, self._note)
         except LaunchError as error:
-            self._channel.send(RanksRefused(str(error)))
+            self._channel.send(Started((), str(error)))
             return
         self._channel.send(Started(self._ranks.pids))
         self._loop.after(_PROGRESS_SECONDS, self._report_progress)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from ..hosts.host import AgentTransport, Allocation, Host, LaunchError, Rendezvous
+from ..hosts.host import Allocation, Host, LaunchError, Rendezvous, TransportName
 from ..hosts.names import parse_hosts, read_hostfile, select
 from .kubernetes import find_pod
 from .managers import find_lsf, find_slurm, node_names
@@ -37,7 +37,7 @@ class AllocationRequest:
     nproc: int | Literal["auto"] | None = None
     include: str | None = None
     exclude: str | None = None
-    transport: AgentTransport | None = None
+    transport: TransportName | None = None
     num_hosts: int | None = None
     host_index: int | None = None
     meet: str | None = None
@@ -125,7 +125,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
             f'{source}: other hosts cannot reach "{loopback[0]}" by that name. Write the name by which they know this '
             "host"
         )
-    transport: AgentTransport = "ssh"
+    transport: TransportName = "ssh"
     if len(hosts) == 1 and (loopback or hosts[0].name in _own_names(full_name)):
         transport = "local"
     elif {host.name for host in hosts} <= set(node_names(environ)):
@@ -187,7 +187,7 @@ def _applied(found: Allocation, request: AllocationRequest) -> Allocation:
     return found
 
 
-def _with_transport(found: Allocation, transport: AgentTransport | None) -> Allocation:
+def _with_transport(found: Allocation, transport: TransportName | None) -> Allocation:
     assert transport is not None
     names = ", ".join(host.name for host in found.hosts[:4])
     if found.transport == "join":

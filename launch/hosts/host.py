@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-AgentTransport = Literal["local", "ssh", "srun", "mpirun", "join"]
+TransportName = Literal["local", "ssh", "srun", "mpirun", "join"]
 Part = Literal["launcher", "agent", "rank"]
 
 # Reported by a host: masks of accelerators, and variables that a plan sets only if they are unset.
@@ -102,7 +102,7 @@ class Allocation:
     """
 
     source: str
-    transport: AgentTransport
+    transport: TransportName
     hosts: tuple[Host, ...]
     nproc: int | None = None
     notes: tuple[str, ...] = ()

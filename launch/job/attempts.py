@@ -65,7 +65,7 @@ class Attempts:
             may_restart = outcome.was_started and self._attempt.restarts < self._request.max_restarts
             if outcome.failure is None or not may_restart:
                 return outcome.status
-            self._leave_out(outcome)
+            self._exclude(outcome)
             if len(self._hosts) < self._least:
                 say(f"no restart: {len(self._hosts)} hosts are left, the job needs at least {self._least}")
                 return outcome.status
@@ -91,10 +91,10 @@ class Attempts:
             loop.close()
         if self._attempt.first_world_size is None and launcher.plan is not None:
             self._attempt = replace(self._attempt, first_world_size=launcher.plan.world_size)
-        self._tell(outcome, launcher)
+        self._report(outcome, launcher)
         return outcome
 
-    def _tell(self, outcome: JobOutcome, launcher: Launcher) -> None:
+    def _report(self, outcome: JobOutcome, launcher: Launcher) -> None:
         if outcome.stopped_by is not None:
             say(f"stopped by {signal.Signals(outcome.stopped_by).name}; no rank is left")
         elif outcome.failure is not None:
@@ -102,7 +102,7 @@ class Attempts:
             many = self._allocation.transport != "local"
             say(obituary(outcome.failure, size, has_many_hosts=many, ended=outcome.ended))
 
-    def _leave_out(self, outcome: JobOutcome) -> None:
+    def _exclude(self, outcome: JobOutcome) -> None:
         """Exclude hosts after a failure: see [Note: remaining hosts]."""
         if outcome.lost_hosts:
             self._drop(outcome.lost_hosts)

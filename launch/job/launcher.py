@@ -19,12 +19,10 @@ from ..transports.link import AgentTransport, Client
 from ..wire.loop import Loop
 from ..wire.messages import (
     Ended,
-    Kill,
     Leave,
     Message,
     Output,
     ProgressReport,
-    RanksRefused,
     Signal,
     StackDump,
     Start,
@@ -32,9 +30,9 @@ from ..wire.messages import (
     Stopped,
 )
 from .display import Screen
-from .outcome import Endings, Failure, JobOutcome, StopSignals
+from .outcome import Failure, JobOutcome, StopSignals, outcome_of
 from .peers import Peer, Peers
-from .preparation import Attempt, Preparation, Prepared, Request, plan_of
+from .preparation import Attempt, Prepared, Request, plan_of, prepare_attempt
 from .stall import StallWatch
 
 _KILLED_SECONDS = 5.0  # for the kernel to remove a killed process and close its pipes
@@ -80,7 +78,7 @@ class Sweeps:
         try:
             client = Client(self._loop, host, command, lambda _, line: lines.append(line), is_link=False)
         except OSError as error:
-            self._tell_failure(host, str(error))
+            self._report_failure(host, str(error))
             return
         self._sweeps.append(_Sweep(host, client, seconds, time.monotonic() + seconds, lines))
 
@@ -95,17 +93,17 @@ class Sweeps:
             else:
                 how = sweep.client.epitaph()  # reads the rest of its output
             sweep.client.close()
-            self._tell(sweep, how)
+            self._report(sweep, how)
         self._sweeps.clear()
 
-    def _tell(self, sweep: _Sweep, how: str) -> None:
+    def _report(self, sweep: _Sweep, how: str) -> None:
         answer = next((line for line in sweep.lines if line.startswith(MAGIC)), None)
         if answer is None:
-            self._tell_failure(sweep.host, how)
+            self._report_failure(sweep.host, how)
         elif met := answer.removeprefix(MAGIC).strip():
             self._say(f"{sweep.host}: killed what the job had left there: {met}")
 
-    def _tell_failure(self, host: str, how: str) -> None:
+    def _report_failure(self, host: str, how: str) -> None:
         self._say(
             f"{host}: could not look for processes that the job left there: {how}\nIf that host is alive, find them "
             f"there by `grep -lz {VARIABLE}={self._identity} /proc/*/environ`."
@@ -131,7 +129,9 @@ class Launcher:
         self._prepared: Prepared | None = None
         self._pids: dict[int, int] = {}
         self._stall: StallWatch | None = None  # once the ranks start
-        self._endings = Endings()
+        self._failures: list[Failure] = []  # that end the attempt, in the order of their messages
+        self._lost_hosts: list[str] = []
+        self._ended: list[int] = []  # ranks, with exit status 0 before any failure
         adopt_orphans()
         self._stop = StopSignals(loop, first=lambda number: self._peers.send(Signal(number)))
 
@@ -175,10 +175,9 @@ class Launcher:
         self._peers.connect(self._request.connect_seconds, lambda: self._stop.has_come)
 
     def _prepare(self) -> None:
-        preparation = Preparation(
+        self._prepared = prepare_attempt(
             self._peers, self._request, self._allocation, lambda: self._is_cut_short, self._screen.say
         )
-        self._prepared = preparation.run()
         if self._prepared is not None:
             for note in self._prepared.plan.notes:
                 if note not in self._allocation.notes:  # shown before
@@ -186,7 +185,7 @@ class Launcher:
 
     @property
     def _is_cut_short(self) -> bool:
-        return self._stop.has_come or self._endings.has_failure
+        return self._stop.has_come or bool(self._failures)
 
     # -- the ranks --------------------------------------------------------------------------------------------------
 
@@ -217,7 +216,7 @@ class Launcher:
             self._peers.send(Signal(signal.SIGTERM))
             grace = min(grace, _STOP_AFTER_FAILURE_SECONDS)
         self._loop.run(lambda: not self._are_running or self._stop.is_killed, grace)
-        self._peers.send(Kill())
+        self._peers.send(Signal(signal.SIGKILL))
         self._loop.run(lambda: not self._are_running, _KILLED_SECONDS)
 
     @property
@@ -230,13 +229,13 @@ class Launcher:
                 self._screen.output(rank, text)
             case Ended():
                 self._bury(peer, message)
+            case Started(_, error) if error:
+                peer.running.clear()
+                self._failures.append(Failure(time.monotonic(), 1, peer.name, text=f"{peer.name}: {error}"))
             case Started(pids):
                 assert self.plan is not None
                 ranks = [rank.rank for rank in self.plan.hosts[peer.index].ranks]
                 self._pids.update(zip(ranks, pids, strict=True))
-            case RanksRefused(text):
-                peer.running.clear()
-                self._endings.add_failure(Failure(time.monotonic(), 1, peer.name, text=f"{peer.name}: {text}"))
             case Stopped(number):
                 if not self._stop.has_come:
                     self._screen.say(
@@ -257,10 +256,10 @@ class Launcher:
         if self._stall is not None:
             self._stall.gone(message.rank, message.status == 0)
         if message.status == 0:
-            self._endings.add_done(message.rank)
+            self._ended += [] if self._failures else [message.rank]
             return
         assert peer.channel is not None
-        self._endings.add_failure(
+        self._failures.append(
             Failure(
                 clock=message.clock - peer.channel.clock_offset,
                 uncertainty=peer.channel.clock_uncertainty,
@@ -275,7 +274,7 @@ class Launcher:
     def _lose(self, peer: Peer, reason: str) -> None:
         if self._is_leaving:
             return
-        self._endings.add_lost_host(peer.name)
+        self._lost_hosts.append(peer.name)
         assert peer.channel is not None
         what = "the agent of this host" if self._allocation.transport == "local" else f"host {peer.name}"
         text, running = f"lost {what}: {reason}", set(peer.running)
@@ -287,12 +286,12 @@ class Launcher:
         many, count = len(self._peers.all) > 1, len(running)
         if many:
             text += f"; its {count} rank{'s' if count > 1 else ''} are lost, and the other ranks were stopped"
-        self._endings.add_failure(Failure(peer.channel.lost_at, 1, peer.name, text=text))
+        self._failures.append(Failure(peer.channel.lost_at, 1, peer.name, text=text))
 
     def _take_stall(self, late: Sequence[int]) -> None:
         if self._request.on_stall == "stop":
             text = f"{len(late)} rank{'s' if len(late) > 1 else ''} finished no step in time; all ranks were stopped"
-            self._endings.add_failure(Failure(time.monotonic(), 1, text=text))
+            self._failures.append(Failure(time.monotonic(), 1, text=text))
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -308,4 +307,4 @@ class Launcher:
         self._screen.close(self._stop)
 
     def _outcome(self) -> JobOutcome:
-        return self._endings.outcome(self._stop, was_started=bool(self._pids))
+        return outcome_of(self._failures, self._lost_hosts, self._ended, self._stop, was_started=bool(self._pids))

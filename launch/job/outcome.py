@@ -149,38 +149,14 @@ class JobOutcome:
     ended: tuple[int, ...] = ()
 
 
-class Endings:
-    """Collects the ends of ranks and hosts, in the order of their messages."""
-
-    def __init__(self) -> None:
-        self._failures: list[Failure] = []
-        self._lost_hosts: list[str] = []
-        self._ended: list[int] = []  # ranks, with exit status 0 before any failure
-
-    @property
-    def has_failure(self) -> bool:
-        return bool(self._failures)
-
-    def add_failure(self, failure: Failure) -> None:
-        """Add a failure that ends the attempt."""
-        self._failures.append(failure)
-
-    def add_lost_host(self, name: str) -> None:
-        """Add a host with a lost agent."""
-        self._lost_hosts.append(name)
-
-    def add_done(self, rank: int) -> None:
-        """Add a rank that ended with exit status 0."""
-        if not self._failures:
-            self._ended.append(rank)
-
-    def outcome(self, stop: StopSignals, was_started: bool) -> JobOutcome:
-        """Return the outcome so far."""
-        failure = first_of(self._failures)
-        lost = tuple(self._lost_hosts)
-        # If the clocks do not tell whether the signal or a rank's end came first, the signal caused the end.
-        latest = float("inf") if failure is None else failure.clock + failure.uncertainty
-        if stop.number is not None and latest > stop.time and (failure is not None or not was_started):
-            return JobOutcome(128 + stop.number, None, stop.number, lost, was_started)
-        status = 0 if failure is None else failure.exit_status
-        return JobOutcome(status, failure, None, lost, was_started, tuple(self._ended))
+def outcome_of(
+    failures: Sequence[Failure], lost_hosts: Sequence[str], ended: Sequence[int], stop: StopSignals, was_started: bool
+) -> JobOutcome:
+    """Return the outcome. failures: in the order of their messages. The rest as in JobOutcome."""
+    failure = first_of(failures)
+    # If the clocks do not tell whether the signal or a rank's end came first, the signal caused the end.
+    latest = float("inf") if failure is None else failure.clock + failure.uncertainty
+    if stop.number is not None and latest > stop.time and (failure is not None or not was_started):
+        return JobOutcome(128 + stop.number, None, stop.number, tuple(lost_hosts), was_started)
+    status = 0 if failure is None else failure.exit_status
+    return JobOutcome(status, failure, None, tuple(lost_hosts), was_started, tuple(ended))

@@ -104,7 +104,7 @@ class Peers:
             peer.send(message)
 
     def linked(self, link: Link) -> None:
-        """Take a new link: see Events."""
+        """Take a new connection to an agent, from a transport."""
         peer = None if link.index is None else self.all[link.index]
 
         def received(message: Message) -> None:
@@ -143,13 +143,13 @@ class Peers:
         channel.send(Welcome(wants_addresses=len(self.all) > 1))
 
     def unreachable(self, index: int | None, reason: str) -> None:
-        """Note that a host will not connect: see Events."""
+        """Note that no agent will come from this host; None: from no further host."""
         for peer in self.all:
             if peer.hello is None and peer.lost is None and index in (None, peer.index):
                 peer.lost = reason
 
     def say(self, text: str) -> None:
-        """Show the user a line: see Events."""
+        """Show the user a line."""
         self._say(text)
 
     def talk(self, host: str, line: str) -> None:

@@ -57,90 +57,82 @@ class Prepared:
     interfaces: dict[int, str]
 
 
-class Preparation:
-    """Prepares an attempt with the agents. is_cut_short: a signal or a loss ended it. say: shows the user a line."""
+def prepare_attempt(
+    peers: Peers, request: Request, allocation: Allocation, is_cut_short: Callable[[], bool], say: Callable[[str], None]
+) -> Prepared | None:
+    """Prepare an attempt with the agents, or return None if cut short.
 
-    def __init__(
-        self,
-        peers: Peers,
-        request: Request,
-        allocation: Allocation,
-        is_cut_short: Callable[[], bool],
-        say: Callable[[str], None],
-    ) -> None:
-        self._peers = peers
-        self._request = request
-        self._allocation = allocation
-        self._is_cut_short = is_cut_short
-        self._say = say
+    is_cut_short: a signal or a loss ended it. say: shows the user a line. Raises LaunchError if the job cannot run like
+    this.
+    """
+    plan = plan_of(peers, request, allocation)
+    is_local = len(plan.hosts) == 1
+    held = peers.ask({0: Hold(request.master_port, is_local)}, Held, is_cut_short)
+    if is_cut_short():
+        return None
+    if held[0].error:
+        raise LaunchError(f"{peers.all[0].name}: {held[0].error}")
+    port = held[0].port
+    interfaces = {0: _LOOPBACK_INTERFACE}
+    if not is_local:
+        address, interfaces = _rendezvous_point(peers, plan, port, is_cut_short)
+        if address != plan.master_address:
+            plan = plan_of(peers, request, allocation, address)
+    checked = [] if is_cut_short() else _checked(peers, request, plan, port, is_cut_short)
+    if is_cut_short():
+        return None
+    wrong = faults(plan, checked) if checked else []
+    if checked and (len(plan.hosts) > 1 or wrong):
+        say("hosts of the job:\n" + table(checked, wrong))
+    for fault in wrong:
+        say(f"{'' if fault.is_fatal else 'warning: '}{fault}")
+    if any(fault.is_fatal for fault in wrong):
+        raise LaunchError("nothing was started. Fix the faults above, or skip the checks with --no-preflight")
+    return Prepared(plan, port, interfaces)
 
-    def run(self) -> Prepared | None:
-        """Prepare, or return None if cut short. Raises LaunchError if the job cannot run like this."""
-        plan = plan_of(self._peers, self._request, self._allocation)
-        is_local = len(plan.hosts) == 1
-        held = self._peers.ask({0: Hold(self._request.master_port, is_local)}, Held, self._is_cut_short)
-        if self._is_cut_short():
-            return None
-        if held[0].error:
-            raise LaunchError(f"{self._peers.all[0].name}: {held[0].error}")
-        port = held[0].port
-        interfaces = {0: _LOOPBACK_INTERFACE}
-        if not is_local:
-            address, interfaces = self._rendezvous_point(plan, port)
-            if address != plan.master_address:
-                plan = plan_of(self._peers, self._request, self._allocation, address)
-        if not self._is_cut_short():
-            self._check(plan, port)
-        return None if self._is_cut_short() else Prepared(plan, port, interfaces)
 
-    def _rendezvous_point(self, plan: JobPlan, port: int) -> tuple[str, dict[int, str]]:
-        """Return the first address of rank 0's host that all hosts reach, and each host's interface towards it."""
-        first, *others = self._peers.all
-        assert first.hello is not None
-        candidates = tuple(dict.fromkeys([plan.master_address, *first.hello.addresses]))
-        questions = {peer.index: Reach(candidates, port) for peer in self._peers.all}
-        reached = self._peers.ask(questions, Reached, self._is_cut_short)
-        if self._is_cut_short():
-            return plan.master_address, {}
-        for address in candidates:
-            if all(address in reached[peer.index].interfaces for peer in others):
-                return address, {index: _interface(found, address) for index, found in reached.items()}
-        lines = [f"  {peer.name} reaches {', '.join(reached[peer.index].interfaces) or 'none'}" for peer in others]
-        raise LaunchError(
-            f"no address of {first.name}, the host of rank 0's store, can be reached from all hosts; tried "
-            f"{', '.join(candidates)} at port {port}:\n" + "\n".join(lines) + "\nCheck the firewall between the hosts. "
-            "--master-port chooses a port that it lets through."
-        )
+def _rendezvous_point(
+    peers: Peers, plan: JobPlan, port: int, is_cut_short: Callable[[], bool]
+) -> tuple[str, dict[int, str]]:
+    """Return the first address of rank 0's host that all hosts reach, and each host's interface towards it."""
+    first, *others = peers.all
+    assert first.hello is not None
+    candidates = tuple(dict.fromkeys([plan.master_address, *first.hello.addresses]))
+    reached = peers.ask({peer.index: Reach(candidates, port) for peer in peers.all}, Reached, is_cut_short)
+    if is_cut_short():
+        return plan.master_address, {}
+    for address in candidates:
+        if all(address in reached[peer.index].interfaces for peer in others):
+            return address, {index: _interface(found, address) for index, found in reached.items()}
+    lines = [f"  {peer.name} reaches {', '.join(reached[peer.index].interfaces) or 'none'}" for peer in others]
+    raise LaunchError(
+        f"no address of {first.name}, the host of rank 0's store, can be reached from all hosts; tried "
+        f"{', '.join(candidates)} at port {port}:\n" + "\n".join(lines) + "\nCheck the firewall between the hosts. "
+        "--master-port chooses a port that it lets through."
+    )
 
-    def _check(self, plan: JobPlan, port: int) -> None:
-        """Check the hosts and show faults. Raises LaunchError for a fatal fault."""
-        request = self._request
-        folders = [*request.check_folders, *folders_of_config(request.arguments, Path(request.folder))]
-        has_devices = any(peer.hello is not None and peer.hello.report.devices for peer in self._peers.all)
-        if not request.preflight or not (len(plan.hosts) > 1 or folders or has_devices):
-            return
-        held_port = port if len(plan.hosts) > 1 else None
-        checks = {host.index: Check(request_for(plan, host, folders, held_port)) for host in plan.hosts}
-        sent = time.time()
-        answers = self._peers.ask(checks, Checked, self._is_cut_short, is_complete=False)
-        received = time.time()
-        if self._is_cut_short():
-            return
-        checked = []
-        for peer in self._peers.all:
-            found = answers.get(peer.index)
-            results = found.results if found is not None else ()
-            report = peer.hello.report if peer.hello is not None else None
-            offset = clock_offset(results, sent, received)
-            error = "" if found is not None else f"no answer within {ANSWER_SECONDS:g} s"
-            checked.append(HostChecks(peer.name, results, report, offset, error))
-        wrong = faults(plan, checked)
-        if len(plan.hosts) > 1 or wrong:
-            self._say("hosts of the job:\n" + table(checked, wrong))
-        for fault in wrong:
-            self._say(f"{'' if fault.is_fatal else 'warning: '}{fault}")
-        if any(fault.is_fatal for fault in wrong):
-            raise LaunchError("nothing was started. Fix the faults above, or skip the checks with --no-preflight")
+
+def _checked(
+    peers: Peers, request: Request, plan: JobPlan, port: int, is_cut_short: Callable[[], bool]
+) -> list[HostChecks]:
+    """Return the checks of all hosts; [] if they need none."""
+    folders = [*request.check_folders, *folders_of_config(request.arguments, Path(request.folder))]
+    has_devices = any(peer.hello is not None and peer.hello.report.devices for peer in peers.all)
+    if not request.preflight or not (len(plan.hosts) > 1 or folders or has_devices):
+        return []
+    held_port = port if len(plan.hosts) > 1 else None
+    checks = {host.index: Check(request_for(plan, host, folders, held_port)) for host in plan.hosts}
+    sent = time.time()
+    answers = peers.ask(checks, Checked, is_cut_short, is_complete=False)
+    received = time.time()
+    checked = []
+    for peer in peers.all:
+        found = answers.get(peer.index)
+        results = found.results if found is not None else ()
+        report = peer.hello.report if peer.hello is not None else None
+        error = "" if found is not None else f"no answer within {ANSWER_SECONDS:g} s"
+        checked.append(HostChecks(peer.name, results, report, clock_offset(results, sent, received), error))
+    return checked
 
 
 def _interface(found: Reached, address: str) -> str:

@@ -10,14 +10,17 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from ..agent.agent import TOKEN_VARIABLE, serve
 from ..agent.process_tree import KILLED_SECONDS, forked, reaped
 from ..hosts.host import LaunchError, Rendezvous
 from ..wire.loop import Loop
-from .link import AgentTransport, Events, Link, agent_command
+from .link import AgentTransport, Link, agent_command
 from .listener import Listener
+
+if TYPE_CHECKING:
+    from ..job.peers import Peers
 
 _END_SECONDS = 2.0
 
@@ -37,7 +40,7 @@ class LocalTransport(AgentTransport):
         self._pid: int | None = None  # of the agent's guard
         self._status: int | None = None
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
         """Fork the agent. Needs a single thread."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -45,7 +48,7 @@ class LocalTransport(AgentTransport):
             self._pid = forked(lambda: serve(read_fd, write_fd, None, index=self._index), (read_fd, write_fd))
             os.close(write_fd)
         own_write_fd = os.dup(ours.fileno())
-        events.linked(Link(self._index, ours.detach(), own_write_fd, False, None))
+        peers.linked(Link(self._index, ours.detach(), own_write_fd, False, None))
 
     def why_lost(self, index: int) -> str:
         """See Transport."""
@@ -89,17 +92,17 @@ class JoinTransport(AgentTransport):
         self.inherits_terminal = needs_terminal
         self._listener: Listener | None = None
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
         """Listen, and fork this host's agent. Raises LaunchError if the port is taken."""
         try:
-            self._listener = Listener(loop, self._meeting.port, self._token, events, self._silence_seconds)
+            self._listener = Listener(loop, self._meeting.port, self._token, peers, self._silence_seconds)
         except OSError as error:
             raise LaunchError(
                 f"cannot listen for agents at port {self._meeting.port}: "
                 f"{os.strerror(error.errno or 0)}. End the program that has the port, or choose another port for all "
                 "hosts (MASTER_PORT, or --meet HOST:PORT)"
             ) from error
-        self._own.start(loop, hosts, events)
+        self._own.start(loop, hosts, peers)
 
     def admit_no_more(self) -> None:
         """See Transport."""

@@ -8,11 +8,14 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ..agent.process_tree import die_with_parent
 from ..wire.handshake import Seal
 from ..wire.loop import Loop
+
+if TYPE_CHECKING:
+    from ..job.peers import Peers
 
 _KEPT_LINES = 20
 _CHUNK_BYTES = 1 << 16
@@ -35,22 +38,6 @@ class Link:
     seal: Seal | None = None
 
 
-class Events(Protocol):
-    """Receives a transport's events, in the loop's thread."""
-
-    def linked(self, link: Link) -> None:
-        """An agent is connected."""
-
-    def unreachable(self, index: int | None, reason: str) -> None:
-        """No agent will come from this host; None: from no further host."""
-
-    def talk(self, host: str, line: str) -> None:
-        """A program on the way to the host, for example ssh, prints a line."""
-
-    def say(self, text: str) -> None:
-        """Show the user a line."""
-
-
 class AgentTransport:
     """Starts agents and connects to them. Methods have the defaults of a transport without that ability.
 
@@ -61,8 +48,8 @@ class AgentTransport:
     inherits_terminal = False
     advice = ""
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
-        """Start an agent on every host, all at once, without waiting."""
+    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
+        """Start an agent on every host, all at once, without waiting. peers: gets links and losses."""
         raise NotImplementedError
 
     def admit_no_more(self) -> None:

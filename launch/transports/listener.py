@@ -10,10 +10,14 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..wire.handshake import ANSWER_BYTES, PROOF_SECONDS, HandshakeError, LauncherHandshake, Seal
 from ..wire.loop import Loop
-from .link import Events, Link
+from .link import Link
+
+if TYPE_CHECKING:
+    from ..job.peers import Peers
 
 MAX_STRANGERS = 128
 _SAY_SECONDS = 10.0
@@ -21,16 +25,18 @@ _PAUSE_SECONDS = 0.5  # if the system has no more descriptors
 
 
 class Listener:
-    """Accepts agents at a port of this host, and passes those with the token to `events`."""
+    """Accepts agents at a port of this host, and passes those with the token to `peers`."""
 
-    def __init__(self, loop: Loop, port: int, token: str, events: Events, silence_seconds: float) -> None:
+    def __init__(self, loop: Loop, port: int, token: str, peers: "Peers", silence_seconds: float) -> None:
         """port: 0: a free port. silence_seconds: of a `Link`. Raises OSError if the port is taken."""
         self._loop = loop
         self._token = token
-        self._events = events
+        self._peers = peers
         self._silence_seconds = silence_seconds
         self._strangers: list[_Stranger] = []  # oldest first
-        self._refusals = _Refusals(loop, events.say)
+        self._is_quiet = False  # refusals are counted until `_report_more`
+        self._num_unreported = 0
+        self._last_refusal = ""
         self._is_open = True
         self._socket = socket.create_server(
             ("", port),
@@ -52,7 +58,7 @@ class Listener:
         for stranger in self._strangers:
             stranger.close()
         self._strangers.clear()
-        self._refusals.close()
+        self._report_more()
 
     def _accept(self) -> None:
         try:
@@ -82,13 +88,29 @@ class Listener:
 
     def _admit(self, stranger: "_Stranger", fds: tuple[int, int], seal: Seal) -> None:
         self._strangers.remove(stranger)
-        self._events.linked(Link(None, *fds, False, self._silence_seconds, seal))
+        self._peers.linked(Link(None, *fds, False, self._silence_seconds, seal))
 
     def _refuse(self, stranger: "_Stranger", why: str) -> None:
         stranger.close()
         self._strangers.remove(stranger)
         if why:
-            self._refusals.add(stranger.address, why)
+            self._report(stranger.address, why)
+
+    def _report(self, address: str, why: str) -> None:
+        """Report a refused connection, at most every _SAY_SECONDS: a flood of strangers must not flood the user."""
+        if self._is_quiet:
+            self._num_unreported += 1
+            self._last_refusal = f"{address}: {why}"
+            return
+        self._peers.say(f"a connection from {address} was refused: {why}")
+        self._is_quiet = True
+        self._loop.after(_SAY_SECONDS, self._report_more)
+
+    def _report_more(self) -> None:
+        if self._num_unreported:
+            more = f"{self._num_unreported} more connections were refused"
+            self._peers.say(f"{more}, the last from {self._last_refusal}")
+        self._num_unreported, self._is_quiet = 0, False
 
 
 class _Stranger:
@@ -161,35 +183,3 @@ class _Stranger:
 
 def _none_left(error: OSError) -> str:
     return f"this host gives no more connections ({error.strerror})"
-
-
-class _Refusals:
-    """Reports refused connections, at most every _SAY_SECONDS, so that a flood of strangers does not flood the user."""
-
-    def __init__(self, loop: Loop, say: Callable[[str], None]) -> None:
-        self._loop = loop
-        self._say = say
-        self._num_unsaid = 0
-        self._last = ("", "")
-        self._is_quiet = False
-
-    def add(self, address: str, why: str) -> None:
-        """Report a refused connection, now or later."""
-        if self._is_quiet:
-            self._num_unsaid += 1
-            self._last = (address, why)
-            return
-        self._say(f"a connection from {address} was refused: {why}")
-        self._is_quiet = True
-        self._loop.after(_SAY_SECONDS, self._speak)
-
-    def close(self) -> None:
-        """Report all refusals not reported yet."""
-        if self._num_unsaid:
-            address, why = self._last
-            self._say(f"{self._num_unsaid} more connections were refused, the last from {address}: {why}")
-            self._num_unsaid = 0
-
-    def _speak(self) -> None:
-        self.close()
-        self._is_quiet = False

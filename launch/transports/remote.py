@@ -11,13 +11,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from ..agent.agent import TOKEN_VARIABLE
 from ..hosts.host import LaunchError
 from ..hosts.reach import own_addresses
 from ..wire.loop import Loop
-from .link import END_SECONDS, AgentTransport, Client, Events, agent_command, module_command
+from .link import END_SECONDS, AgentTransport, Client, agent_command, module_command
 from .listener import Listener
+
+if TYPE_CHECKING:
+    from ..job.peers import Peers
 
 CONNECT_SECONDS = 10
 _VERSION_SECONDS = 20.0
@@ -39,16 +43,16 @@ class StepTransport(AgentTransport):
         self._client: Client | None = None
         self._listener: Listener | None = None
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
         """See Transport."""
-        self._listener = Listener(loop, 0, self._token, events, self._silence_seconds)
+        self._listener = Listener(loop, 0, self._token, peers, self._silence_seconds)
         own = own_addresses(os.environ) or ("127.0.0.1",)
         where = ",".join(f"[{address}]:{self._listener.port}" for address in own)
         agent = agent_command("--connect", where, "--silence", f"{self._silence_seconds:g}")
         command = self._command(agent, hosts)
         environment = {**os.environ, TOKEN_VARIABLE: self._token}
-        self._client = Client(loop, command[0], command, events.talk, is_link=False, environment=environment)
-        loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+        self._client = Client(loop, command[0], command, peers.talk, is_link=False, environment=environment)
+        loop.after(_POLL_SECONDS, lambda: self._look(loop, peers))
 
     def admit_no_more(self) -> None:
         """See Transport."""
@@ -68,11 +72,11 @@ class StepTransport(AgentTransport):
         if self._client is not None:
             self._client.close()
 
-    def _look(self, loop: Loop, events: Events) -> None:
+    def _look(self, loop: Loop, peers: "Peers") -> None:
         if self._client is None or self._client.exit_status is None:
-            loop.after(_POLL_SECONDS, lambda: self._look(loop, events))
+            loop.after(_POLL_SECONDS, lambda: self._look(loop, peers))
         else:
-            events.unreachable(None, self._client.epitaph())
+            peers.unreachable(None, self._client.epitaph())
 
 
 class SshTransport(AgentTransport):
@@ -92,14 +96,14 @@ class SshTransport(AgentTransport):
         self._hosts: Sequence[str] = ()
         self._clients: list[Client] = []
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
         """See Transport."""
         self._hosts = hosts
         for index, host in enumerate(hosts):
             remote = agent_command("--stdio", "--index", str(index), "--silence", f"{self._silence_seconds:g}")
-            client = Client(loop, host, self._with_path(host, remote), events.talk, is_link=True)
+            client = Client(loop, host, self._with_path(host, remote), peers.talk, is_link=True)
             self._clients.append(client)
-            events.linked(client.link(index, self._silence_seconds))
+            peers.linked(client.link(index, self._silence_seconds))
 
     def why_lost(self, index: int) -> str:
         """See Transport."""

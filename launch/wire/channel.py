@@ -18,34 +18,9 @@ from .messages import Beat, Message, decode, encode
 
 CHUNK_BYTES = 1 << 16
 MAGIC = b"=== lowtide agent ==="  # a remote shell may print lines before this line
-_TICKS_PER_BEAT = 2
 _LINE_LIMIT_BYTES = 1 << 26
 TICK_SECONDS = 0.5
-
-
-class Silence:
-    """How long a peer was silent. limit_seconds: None: without limit. since: when it was last heard."""
-
-    def __init__(self, limit_seconds: float | None) -> None:
-        self.is_over = False
-        self.seconds = 0.0
-        self.since = time.monotonic()
-        self._limit_seconds = limit_seconds
-
-    def heard(self) -> None:
-        """Note that the peer was heard."""
-        self.since = time.monotonic()
-        self.seconds = 0.0
-
-    def tick(self) -> bool:
-        """Count a tick of TICK_SECONDS. Returns whether the limit was reached before this tick."""
-        if self._limit_seconds is None:
-            return False
-        if self.seconds >= self._limit_seconds:
-            self.is_over = True
-        else:
-            self.seconds += TICK_SECONDS
-        return self.is_over
+_TICKS_PER_BEAT = 2
 
 
 class Outgoing:
@@ -118,11 +93,14 @@ class Channel:
         self.clock_offset = 0.0  # the peer's time.monotonic() minus ours
         self.clock_uncertainty = float("inf")  # of the offset, in seconds; infinite before an answer
         self.lost_at = 0.0  # when the peer was lost, as far as known
+        self.was_silent = False  # whether the peer was lost by silence, not by the end of its stream
         self._loop = loop
         self._read_fd = read_fd
         self._received = received
         self._lost = lost
-        self._silence = Silence(silence_seconds)
+        self._silence_limit_seconds = silence_seconds
+        self._silent_seconds = 0.0  # counted in ticks: see [Note: silence]
+        self._heard_at = time.monotonic()
         self._sends_beats = sends_beats
         self._talk = talk
         self._seal = seal
@@ -143,11 +121,6 @@ class Channel:
     def is_flushed(self) -> bool:
         """Whether nothing waits to be sent."""
         return self._outgoing.num_bytes == 0
-
-    @property
-    def was_silent(self) -> bool:
-        """Whether the peer was lost by silence, not by the end of its stream."""
-        return self._silence.is_over
 
     def send(self, message: Message) -> None:
         """Send a message without blocking. Keeps bytes not taken yet. Does nothing once the peer is lost."""
@@ -176,7 +149,8 @@ class Channel:
         if not chunk:
             self._lose("the connection ended")
             return
-        self._silence.heard()
+        self._heard_at = time.monotonic()
+        self._silent_seconds = 0.0
         self._rest += chunk
         if b"\n" not in chunk:
             if len(self._rest) > _LINE_LIMIT_BYTES:
@@ -227,8 +201,13 @@ class Channel:
         is_time = self._num_ticks % _TICKS_PER_BEAT == 0
         if self._sends_beats and is_time and self._talk is None and self._outgoing.num_bytes < CHUNK_BYTES:
             self.send(Beat(time.monotonic()))
-        if self._talk is None and self._silence.tick():
-            self._lose(f"nothing was heard from it for {self._silence.seconds:g} s", self._silence.since)
+        if self._talk is not None or self._silence_limit_seconds is None:
+            return
+        if self._silent_seconds < self._silence_limit_seconds:
+            self._silent_seconds += TICK_SECONDS
+        else:
+            self.was_silent = True
+            self._lose(f"nothing was heard from it for {self._silent_seconds:g} s", self._heard_at)
 
     def _lose(self, reason: str, when: float | None = None) -> None:
         self.lost_at = time.monotonic() if when is None else when

@@ -1,8 +1,8 @@
 """Messages between launcher and agents: a JSON object a line, with `kind` and the fields of a dataclass below.
 
-    launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Kill, Stacks, Shown, Beat, Leave
-    agent -> launcher    Hello, Held, Reached, Checked, Started, RanksRefused, Output, Ended, Stopped, ProgressReport,
-                         StackDump, Note, Beat
+    launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Stacks, Shown, Beat, Leave
+    agent -> launcher    Hello, Held, Reached, Checked, Started, Output, Ended, Stopped, ProgressReport, StackDump,
+                         Note, Beat
 
 On a TCP connection handshake.py comes first, and seals every line. Bytes that ranks print travel as latin-1 text.
 """
@@ -166,7 +166,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Start:
-    """Start the host's ranks. The answer is Started or RanksRefused. environment: of each rank. defaults: if unset."""
+    """Start the host's ranks. The answer is Started. environment: of each rank. defaults: if unset."""
 
     host: HostPlan
     job: Job
@@ -176,14 +176,9 @@ class Start:
 
 @dataclass(frozen=True)
 class Signal:
-    """Send the signal `number` to every running rank."""
+    """Send the signal `number` to every running rank. SIGKILL goes to everything that the ranks left too."""
 
     number: int
-
-
-@dataclass(frozen=True)
-class Kill:
-    """Send SIGKILL to everything that the ranks left. Ended follows for each rank that still ran."""
 
 
 @dataclass(frozen=True)
@@ -257,16 +252,13 @@ class Checked:
 
 @dataclass(frozen=True)
 class Started:
-    """Process ids of the host's ranks, in the order of their local ranks."""
+    """Process ids of the host's ranks, in the order of their local ranks.
+
+    error: the reason for the user if the ranks cannot be started; then none is left.
+    """
 
     pids: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class RanksRefused:
-    """The ranks cannot be started, and none is left. text: the reason for the user."""
-
-    text: str
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -326,7 +318,6 @@ Message = (
     | Check
     | Start
     | Signal
-    | Kill
     | Stacks
     | Shown
     | Beat
@@ -336,7 +327,6 @@ Message = (
     | Reached
     | Checked
     | Started
-    | RanksRefused
     | Output
     | Ended
     | Stopped

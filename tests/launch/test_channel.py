@@ -131,7 +131,7 @@ def test_10000_odd_lines_are_messages_or_refused() -> None:
                 Beat(1.0, 2.0),
                 Note("\x1b[2J"),
                 messages.Reached({"a": "b"}),
-                messages.Kill(),
+                messages.Signal(9),
                 messages.Held(1),
             ),
         )

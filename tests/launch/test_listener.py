@@ -20,7 +20,7 @@ from lowtide.launch.transports.listener import MAX_STRANGERS, Listener
 from lowtide.launch.wire.channel import Channel
 from lowtide.launch.wire.handshake import ANSWER_BYTES, connected
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Kill, Message, Note, encode
+from lowtide.launch.wire.messages import Message, Note, Signal, encode
 
 PATIENCE = 60.0  # seconds for what takes milliseconds, on a machine that is busy with other things
 HOME = "127.0.0.1"
@@ -104,7 +104,7 @@ PROTOCOL = "it does not speak this launcher's protocol"
     ("words", "why"),
     [
         (b"GET / HTTP/1.1\r\n", f"{PROTOCOL}. Use the same lowtide on all hosts"),
-        (encode(Kill()) + b"\n", PROTOCOL),
+        (encode(Signal(9)) + b"\n", PROTOCOL),
         (b"\x1b]0;owned\x07\x1b[2J\n", PROTOCOL),
         (b"0" * 64 + b" " + b"0" * 64 + b"\n", "it does not have this job's token"),
         (b"x" * (1 << 16), PROTOCOL),
@@ -231,7 +231,7 @@ BOTH: list[Message] = [Note("one"), Note("two")]
     ("meddle", "received", "reason"),
     [
         (lambda said: said, BOTH, ""),
-        (lambda said: said + encode(Kill()) + b"\n", BOTH, "a line has no valid tag"),
+        (lambda said: said + encode(Signal(9)) + b"\n", BOTH, "a line has no valid tag"),
         (lambda said: said + said, BOTH, "a line has no valid tag"),
         (lambda said: said.replace(b"two", b"six"), BOTH[:1], "a line has no valid tag"),
     ],

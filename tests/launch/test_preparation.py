@@ -12,8 +12,8 @@ from lowtide.launch.hosts.host import Allocation, Host, LaunchError
 from lowtide.launch.hosts.report import report_host
 from lowtide.launch.job import peers
 from lowtide.launch.job.peers import Peers
-from lowtide.launch.job.preparation import Preparation, Request
-from lowtide.launch.transports.link import AgentTransport, Events, Link
+from lowtide.launch.job.preparation import Request, prepare_attempt
+from lowtide.launch.transports.link import AgentTransport, Link
 from lowtide.launch.wire.channel import Channel
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Check, Checked, Held, Hello, Hold, Leave, Message, Reach, Reached, Welcome
@@ -35,7 +35,7 @@ class ScriptedTransport(AgentTransport):
         self._answer = answer
         self._channels: list[Channel] = []
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], events: Peers) -> None:
         """See Transport."""
         for index, host in enumerate(hosts):
             ours, theirs = (end.detach() for end in socket.socketpair())
@@ -72,7 +72,7 @@ def prepare(loop: Loop, answer: Answer, said: list[str], seconds: float = 5.0, h
     found = Peers(loop, hosts, transport, lambda peer, message: found.answered(peer, message), _unexpected, said.append)
     try:
         found.connect(seconds, lambda: False)
-        Preparation(found, Request(("python", "x"), "/"), allocation, lambda: False, said.append).run()
+        prepare_attempt(found, Request(("python", "x"), "/"), allocation, lambda: False, said.append)
     finally:
         found.leave(Leave(0), 0)
 

@@ -16,10 +16,8 @@ if TYPE_CHECKING:
     from .comm import init_distributed as init_distributed
     from .config import DeepSpeedConfig as DeepSpeedConfig
     from .engine import DeepSpeedEngine as DeepSpeedEngine
-    from .messages import log_dist as log_dist
-    from .messages import logger as logger
-    from .start import add_config_arguments as add_config_arguments
-    from .start import initialize as initialize
+    from .messages import log_dist as log_dist, logger as logger
+    from .start import add_config_arguments as add_config_arguments, initialize as initialize
 
 names.install()
 

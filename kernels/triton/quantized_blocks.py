@@ -7,8 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..optimizer_states import signed_word
-from ..quantized_blocks import QUANTIZED_BLOCK_NUMEL as BLOCK_NUMEL
-from ..quantized_blocks import parts_of
+from ..quantized_blocks import QUANTIZED_BLOCK_NUMEL as BLOCK_NUMEL, parts_of
 from ..weight_rounding import Rounding, signed_long, step_key
 from .launch import launch
 from .optimizer_states import nearest_bfloat16, numbered_noise

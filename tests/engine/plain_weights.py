@@ -9,8 +9,7 @@ from torch.nn import functional
 import lowtide
 from lowtide.engine.archive.named_state import NamedState
 from tests.kit import models
-from tests.kit.training import Case, share_of
-from tests.kit.training import differences as differences
+from tests.kit.training import Case, differences as differences, share_of
 
 
 class Adapted(nn.Linear):

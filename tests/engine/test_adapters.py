@@ -12,8 +12,7 @@ from lowtide.zero.group import ShardedGroup
 from tests.engine.adapted import ByHand, engine_of, half_base, lora, run, train_all, train_plainly
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, differences
-from tests.kit.training import train_all as train_cases
+from tests.kit.training import Case, differences, train_all as train_cases
 
 pytest.importorskip("peft")
 

@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 
-from lowtide.checkpoint import folder as folder_module
-from lowtide.checkpoint import index as index_module
+from lowtide.checkpoint import folder as folder_module, index as index_module
 from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.checkpoint.making import resign

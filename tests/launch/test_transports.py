@@ -22,8 +22,7 @@ from lowtide.launch.transports.link import END_SECONDS, agent_command
 from lowtide.launch.transports.remote import SshTransport, srun_command
 from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Job as MessageOfJob
-from lowtide.launch.wire.messages import Start, Welcome, encode
+from lowtide.launch.wire.messages import Job as MessageOfJob, Start, Welcome, encode
 from tests.kit.ranks import free_port
 from tests.launch import fakes
 from tests.launch.jobs import Job

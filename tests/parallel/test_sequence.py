@@ -15,8 +15,7 @@ from lowtide.model.patches import ModelPatches
 from lowtide.parallel.sequence_attention import SequenceAttention, check_attention, sent_heads
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.parallel.test_tiles import MODELS as TILED
-from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, WIDTH, config_of, gpt2, transformers
+from tests.parallel.test_tiles import MODELS as TILED, ROWS, SIZES, VOCAB, WIDTH, config_of, gpt2, transformers
 from tests.parallel.trainings import AGAIN, SOCKETS, apart, values_after
 
 LENGTH = 30  # neither 4 divides it, nor 2 what is left

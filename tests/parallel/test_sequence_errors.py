@@ -17,8 +17,7 @@ from tests.kit.ranks import RankPool
 from tests.kit.training import refusal
 from tests.parallel.test_sequence import RING, TWO, Attends, Batch, Plain, batch_of, built
 from tests.parallel.test_sequence_losses import WithLogits, cross_entropy, mean
-from tests.parallel.test_tiles import MODELS as TILED
-from tests.parallel.test_tiles import ROWS, SIZES, VOCAB, WIDTH, config_of, transformers
+from tests.parallel.test_tiles import MODELS as TILED, ROWS, SIZES, VOCAB, WIDTH, config_of, transformers
 
 
 class Written(Attends):

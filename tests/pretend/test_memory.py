@@ -25,8 +25,7 @@ from lowtide.offload import FileStore, HostPool, OldVersion
 from lowtide.zero.layout import BLOCK_NUMEL, round_up
 from lowtide.zero.plan import GroupPlan
 from lowtide.zero.versions import DelayedUpdate
-from tests.engine.test_blueprint import BF16, FP32, config_of, reductions_watched
-from tests.engine.test_blueprint import frozen_gpt as gpt
+from tests.engine.test_blueprint import BF16, FP32, config_of, frozen_gpt as gpt, reductions_watched
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool

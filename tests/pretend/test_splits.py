@@ -10,8 +10,7 @@ from torch import Tensor
 import lowtide
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.parallel.test_sequence import batch_of as sequences_of
-from tests.parallel.test_sequence import eager_llama, mistral
+from tests.parallel.test_sequence import batch_of as sequences_of, eager_llama, mistral
 from tests.parallel.test_split_training import PLAN
 from tests.parallel.test_tiles import MODELS
 from tests.pretend.group import register

@@ -17,86 +17,32 @@ import torch
 import torch.distributed as torch_distributed
 from torch.distributed import (
     P2POp as P2POp,
-)
-from torch.distributed import (
     ProcessGroup as ProcessGroup,
-)
-from torch.distributed import (
     ReduceOp as ReduceOp,
-)
-from torch.distributed import (
     all_gather as all_gather,
-)
-from torch.distributed import (
     all_gather_into_tensor as all_gather_into_tensor,
-)
-from torch.distributed import (
     all_gather_object as all_gather_object,
-)
-from torch.distributed import (
     all_reduce as all_reduce,
-)
-from torch.distributed import (
     all_reduce_coalesced as all_reduce_coalesced,
-)
-from torch.distributed import (
     all_to_all as all_to_all,
-)
-from torch.distributed import (
     all_to_all_single as all_to_all_single,
-)
-from torch.distributed import (
     barrier as barrier,
-)
-from torch.distributed import (
     batch_isend_irecv as batch_isend_irecv,
-)
-from torch.distributed import (
     broadcast as broadcast,
-)
-from torch.distributed import (
     broadcast_object_list as broadcast_object_list,
-)
-from torch.distributed import (
     destroy_process_group as destroy_process_group,
-)
-from torch.distributed import (
     gather as gather,
-)
-from torch.distributed import (
     get_backend as get_backend,
-)
-from torch.distributed import (
     irecv as irecv,
-)
-from torch.distributed import (
     is_available as is_available,
-)
-from torch.distributed import (
     isend as isend,
-)
-from torch.distributed import (
     monitored_barrier as monitored_barrier,
-)
-from torch.distributed import (
     new_group as new_group,
-)
-from torch.distributed import (
     recv as recv,
-)
-from torch.distributed import (
     reduce as reduce,
-)
-from torch.distributed import (
     reduce_scatter as reduce_scatter,
-)
-from torch.distributed import (
     reduce_scatter_tensor as reduce_scatter_tensor,
-)
-from torch.distributed import (
     scatter as scatter,
-)
-from torch.distributed import (
     send as send,
 )
 

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from lowtide.deepspeed.rules import RULES, SECTION_WORDS
 from lowtide.engine.config.config import Config, ConfigError

@@ -16,8 +16,15 @@ from lowtide.engine.model.deferred import DeferredModel
 from lowtide.huggingface import from_pretrained, streaming
 from tests.engine.adapted import base, with_peft
 from tests.engine.test_hugging_face import bert, gpt2, llama, mixtral
-from tests.integrations.huggingface.trainings import Outcome, closed, differences, outcome_of, stage, trainer
-from tests.integrations.huggingface.trainings import llama as tiny_llama
+from tests.integrations.huggingface.trainings import (
+    Outcome,
+    closed,
+    differences,
+    llama as tiny_llama,
+    outcome_of,
+    stage,
+    trainer,
+)
 from tests.kit.ranks import RankPool
 from tests.kit.resident import own_bytes
 

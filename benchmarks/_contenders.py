@@ -101,11 +101,25 @@ class Setup:
     device: str = "cpu"  # or the type of an accelerator: the current one
     dtype: str = "fp32"  # or "bf16": in which a model computes; its weights and the optimizer stay in fp32
     recompute_blocks: bool = False  # blocks keep their input alone, and run again in the backward
+    compiles: str = ""  # or "blocks", each of them, or "all", the model: what torch compiles of a peer
+    backend: str = "inductor"  # of the compiler
+    blocks: str = "blocks"  # the name of their list
+    inputs: tuple[str, ...] = ()  # names under which a model takes tokens and targets; (): in that order
 
     def microbatches(self, tokens: Tensor, targets: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Gives a rank's batch in parts; tokens, targets: (accumulation x microbatch, sequence)."""
         parts = (torch.split(one, self.microbatch) for one in (tokens, targets))
         return list(zip(*parts, strict=True))
+
+    def given(self, tokens: Tensor, targets: Tensor) -> Any:
+        """Gives what a model is called with, as the batch that a loader would give."""
+        return dict(zip(self.inputs, (tokens, targets), strict=True)) if self.inputs else (tokens, targets)
+
+    def loss_of(self, model: Callable[..., Any], tokens: Tensor, targets: Tensor) -> Tensor:
+        given = self.given(tokens, targets)
+        found = model(**given) if self.inputs else model(*given)
+        loss: Tensor = found if isinstance(found, Tensor) else found.loss
+        return loss
 
     def computing(self) -> AbstractContextManager[Any]:
         """In which a forward of plain torch runs."""
@@ -151,7 +165,7 @@ def _plain(
         for number, microbatch in enumerate(microbatches, 1):
             with nullcontext() if number == len(microbatches) else unsummed():
                 with computing():
-                    loss: Tensor = model(*microbatch) / len(microbatches)
+                    loss = setup.loss_of(model, *microbatch) / len(microbatches)
                 loss.backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach())
         if optimizer is not None:
@@ -170,7 +184,7 @@ def _wait_for_all() -> None:
 
 
 def _built(model: Model, setup: Setup, device: str) -> nn.Module:
-    """Gives the model on a device, with blocks that are recomputed where that is asked for, as torchtitan does it."""
+    """Gives the model on a device, with blocks that are recomputed and compiled as is asked, as torchtitan does it."""
     if isinstance(model, nn.Module):
         model = model.to(device)
     else:
@@ -179,9 +193,12 @@ def _built(model: Model, setup: Setup, device: str) -> nn.Module:
     if setup.recompute_blocks:
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-        blocks = model.get_submodule("blocks")
+        blocks = model.get_submodule(setup.blocks)
         for name, block in list(blocks.named_children()):
             setattr(blocks, name, checkpoint_wrapper(block, preserve_rng_state=False))  # a block draws no numbers
+    compiled = {"": [], "blocks": model.get_submodule(setup.blocks).children(), "all": [model]}
+    for part in compiled[setup.compiles]:
+        part.compile(backend=setup.backend)
     return model
 
 
@@ -241,7 +258,7 @@ def build_fsdp2(
     mesh = init_device_mesh(setup.device, (dist.get_world_size(),))
     is_empty = not isinstance(model, nn.Module)
     module = _built(model, setup, "meta" if is_empty else setup.device)
-    for block in module.get_submodule("blocks").children():
+    for block in module.get_submodule(setup.blocks).children():
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
     fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=precision)
     if is_empty:
@@ -286,7 +303,7 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         losses = []
         for microbatch in setup.microbatches(tokens, targets):
-            loss: Tensor = engine(*microbatch)
+            loss = setup.loss_of(engine, *microbatch)
             engine.backward(loss)
             engine.step()
             losses.append(loss.detach())
@@ -309,10 +326,12 @@ def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dic
         bf16={"enabled": setup.dtype == "bf16"},
         device="cpu" if setup.device == "cpu" else "auto",
     )
+    if "compile" in more:
+        more = more | {"compile": more["compile"] | {"backend": setup.backend}}
     engine = lowtide.initialize(model, with_folder(config | more, folder))
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = engine.train_step((tokens, targets)).loss
+        loss: Tensor = engine.train_step(setup.given(tokens, targets)).loss
         return loss
 
     return Trainer(step, engine.close, engine=engine)

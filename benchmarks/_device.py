@@ -13,13 +13,20 @@ import importlib.metadata
 import os
 import platform
 import subprocess
+import time
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import _worker
 import torch
 
 REHEARSAL = "LOWTIDE_REHEARSAL"
 """The environment variable that makes a rehearsal of a run: "pretend" or "cpu", the device that it has."""
+
+_BF16_FLOPS = {"H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+Found = TypeVar("Found")
 
 
 def prepare() -> None:
@@ -39,6 +46,12 @@ def _without_autocast() -> Any:
     library = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")  # type: ignore[no-untyped-call]  # torch's
     library.fallback(torch.library.fallthrough_kernel)  # type: ignore[no-untyped-call]  # torch's
     return library
+
+
+def use(_: object = None) -> None:
+    """Allocate on it, as a rank that only shows that it can."""
+    prepare()
+    torch.empty(1, device=type_of_device())
 
 
 def is_rehearsal() -> bool:
@@ -87,6 +100,42 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def timed(step: Callable[[], Found]) -> tuple[float, float, Found]:
+    """Return the seconds of a step, those until the host has launched all of it, and what the step gives."""
+    synchronize()
+    started = time.perf_counter()
+    found = step()
+    launched = time.perf_counter()
+    synchronize()
+    return time.perf_counter() - started, launched - started, found
+
+
+@contextlib.contextmanager
+def memory_errors_leave() -> Iterator[None]:
+    """In a rank: a device without memory ends the process with OVER_BUDGET_STATUS."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        traceback.print_exc()
+        _worker.leave(_worker.OVER_BUDGET_STATUS)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether the device had no memory left, also where an error of another class was made of that."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def bf16_flops() -> float | None:
+    """Return the most floating-point operations a second of dense products in bf16; None of a device not known here."""
+    return next((flops for text, flops in _BF16_FLOPS.items() if text in name()), None)
+
+
 def choose(local_rank: int, budget_bytes: int) -> None:
     """Make a device this process's own, and let torch take no more of it, where that can be asked for.
 
@@ -129,7 +178,7 @@ def records_kernels() -> bool:
 def versions() -> dict[str, str]:
     """Return the versions that a number depends on; for packages that are there."""
     found = {"python": platform.python_version(), "cuda": torch.version.cuda or "none"}
-    for package in ("torch", "triton", "liger_kernel", "deepspeed"):
+    for package in ("torch", "triton", "torchao", "transformers", "liger_kernel", "deepspeed"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]

@@ -1,7 +1,8 @@
 """The parts of benchmarks/gpu.sh, and what they have measured, results.json.
 
-It is written after each number, so that a part that is cut off leaves what it had. A part that is measured again
-replaces its old numbers alone. Importing this file needs no torch; `_gpu_part.py JOB` measures parts in this process.
+It is written after each number, so that a part that is cut off leaves what it had, and the next run of the part goes on
+there. A part that was done is measured again, as is one of another checkout, device or version. Importing this file
+needs no torch; `_gpu_part.py JOB` measures parts in this process.
 """
 
 from __future__ import annotations
@@ -19,48 +20,83 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-MEASURES = {
-    "checks": "_gpu_parts:check",
-    "training": "_gpu_parts:train",
-    "trace": "_gpu_parts:trace",
-    "models": "_gpu_parts:compare_models",
-    "splits": "_gpu_splits:compare_splits",
+
+class Part(NamedTuple):
+    """function: as "module:name", is called with a `Record`. seconds: that it gets by default, with its imports."""
+
+    function: str
+    seconds: float
+
+
+PARTS = {
+    "language_models": Part("_gpu_language_models:compare", 420.0),
+    "checks": Part("_gpu_parts:check", 120.0),
+    "training": Part("_gpu_parts:train", 150.0),
+    "trace": Part("_gpu_parts:trace", 60.0),
+    "splits": Part("_gpu_splits:compare_splits", 100.0),
 }
-"""The module and function of each part, in their order."""
+"""By their value; all together take less than a quarter of an hour."""
 
 JSON_FILE = "results.json"
-RUNNING = "running"  # the status of a part from its start to its end
-NOTHING: dict[str, Any] = {"status": RUNNING, "seconds": 0.0, "settings": {}, "tables": {}, "notes": [], "failures": []}
-
-_DUMP_SECONDS = 15.0  # before it is cut off a process writes where it is
+RUNNING, DONE = "running", "done"
+NOTHING: dict[str, Any] = {
+    "status": RUNNING,
+    "seconds": 0.0,  # of all runs
+    "settings": {},
+    "measured": [],  # names, also of what failed
+    "tables": {},
+    "notes": [],
+    "failures": [],
+}
+OUT_OF_TIME_STATUS = 3  # of this process: rows are left
+LEAVING_SECONDS = 15.0  # before a part is cut off, it begins nothing more
 
 Cell = str | int | float | None
+
+
+class OutOfTime(Exception):
+    """The part's time is over within a measurement, which the next run repeats."""
 
 
 class Record:
     """The findings of a part. `only` restricts it to names that contain one of these texts.
 
-    settings: "date", "device", "versions", and "rehearsal", whether the numbers mean nothing.
+    settings: "date", "device", "versions", and "rehearsal", whether the numbers mean nothing. What was found with the
+    same settings is kept. seconds: of the part, from now.
     """
 
-    def __init__(self, folder: Path, part: str, settings: Mapping[str, Any], only: Sequence[str]) -> None:
+    def __init__(
+        self, folder: Path, part: str, settings: Mapping[str, Any], only: Sequence[str], seconds: float = 1e9
+    ) -> None:
         self.folder = folder
         self._part = part
         self._only = only
-        self._started = time.monotonic()
-        self._found = {**NOTHING, "settings": dict(settings), "tables": {}, "notes": [], "failures": []}
-        self._write(f"begins at {settings['date']}")
+        self.left: list[str] = []  # names that the next run measures
+        old = read(folder).get(part, NOTHING)
+        is_kept = old["status"] == RUNNING and undated(old["settings"]) == undated(settings)
+        self._found = json.loads(json.dumps(old if is_kept else NOTHING)) | {"settings": dict(settings)}
+        self._started = time.monotonic() - self._found["seconds"]
+        self._ends = time.monotonic() + seconds
+        self._write(f"{'goes on' if self._found['measured'] else 'begins'} at {settings['date']}")
 
-    def wants(self, name: str) -> bool:
-        """Return whether to measure something of this name."""
-        return not self._only or any(text in name for text in self._only)
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._ends - time.monotonic() - LEAVING_SECONDS)
 
     @property
     def failures(self) -> list[str]:
         found: list[str] = self._found["failures"]
         return found
+
+    def wants(self, name: str) -> bool:
+        """Return whether to measure what has this name now: it is asked for and not measured yet, and there is time."""
+        if (self._only and not any(text in name for text in self._only)) or name in self._found["measured"]:
+            return False
+        if self.seconds_left == 0.0:
+            self.left.append(name)
+        return self.seconds_left > 0.0
 
     def add(self, table: str, **cells: Cell) -> None:
         """Add a row. The names of `cells` are the columns, `_` stands for a space."""
@@ -70,7 +106,8 @@ class Record:
 
     def note(self, text: str) -> None:
         """Add a line that a reader of the rows must know."""
-        self._found["notes"].append(text)
+        if text not in self._found["notes"]:
+            self._found["notes"].append(text)
         self._write(text)
 
     def fail(self, what: str, reason: str) -> None:
@@ -79,23 +116,34 @@ class Record:
 
     @contextlib.contextmanager
     def measuring(self, what: str) -> Iterator[None]:
-        """Turn an error inside into a failure of `what` alone."""
+        """Turn an error inside into a failure of `what` alone, which is not measured again."""
         try:
             yield
+        except OutOfTime:
+            self.left.append(what)
+            return
         except Exception as error:
             traceback.print_exc()
             self.fail(what, one_line(error))
+        self._found["measured"].append(what)
 
     def end(self) -> None:
         if self._only and not self._found["tables"]:
             self.note(f"nothing was measured: no name has one of {', '.join(self._only)}")
-        self._found["status"] = "failed" if self.failures else "done"
+        if self.left:  # the status stays: the next run goes on
+            self._write(f"out of time, left for the next run: {'; '.join(self.left)}")
+            return
+        self._found["status"] = "failed" if self.failures else DONE
         self._write(str(self._found["status"]))
 
     def _write(self, said: str) -> None:
         print(f"{self._part}: {said}", flush=True)
         self._found["seconds"] = round(time.monotonic() - self._started, 1)
         change(self.folder, self._part, self._found)
+
+
+def undated(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "date"}
 
 
 def one_line(error: BaseException) -> str:
@@ -117,6 +165,12 @@ def change(folder: Path, part: str, found: Mapping[str, Any]) -> None:
     new.replace(folder / JSON_FILE)
 
 
+def begin(folder: Path, part: str) -> None:
+    """Note that a part runs from now on; what it found is kept, unless it had come to its end."""
+    old = read(folder).get(part, NOTHING)
+    change(folder, part, NOTHING if old["status"] in (DONE, "failed") else {**old, "status": RUNNING})
+
+
 def shown(value: Cell) -> str:
     """Return a cell as text."""
     if value is None:
@@ -127,12 +181,13 @@ def shown(value: Cell) -> str:
 
 
 def main(job: dict[str, Any]) -> int:
-    """Measure parts. job: "folder", "parts", "only", "limit_seconds"."""
+    """Measure parts. job: "folder", "parts", "only", "seconds"."""
+    ends = time.monotonic() + job["seconds"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of a job are stopped too
+    faulthandler.dump_traceback_later(max(1.0, job["seconds"] - LEAVING_SECONDS))
+    modules = {part: importlib.import_module(PARTS[part].function.split(":")[0]) for part in job["parts"]}
     import _device
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of a job are stopped too
-    faulthandler.dump_traceback_later(max(1.0, job["limit_seconds"] - _DUMP_SECONDS))
-    modules = {part: importlib.import_module(MEASURES[part].split(":")[0]) for part in job["parts"]}
     gc.freeze()  # what imports have made stays: collections between trainings need not go through it
     _device.prepare()
     settings = {
@@ -141,14 +196,16 @@ def main(job: dict[str, Any]) -> int:
         "versions": _device.versions(),
         "rehearsal": _device.is_rehearsal(),
     }
-    num_failures = 0
+    records = []
     for part in job["parts"]:
-        record = Record(Path(job["folder"]), part, settings, job["only"])
+        record = Record(Path(job["folder"]), part, settings, job["only"], ends - time.monotonic())
         with record.measuring(part):
-            getattr(modules[part], MEASURES[part].split(":")[1])(record)
+            getattr(modules[part], PARTS[part].function.split(":")[1])(record)
         record.end()
-        num_failures += len(record.failures)
-    return 1 if num_failures else 0
+        records.append(record)
+    if any(record.left for record in records):
+        return OUT_OF_TIME_STATUS
+    return int(any(record.failures for record in records))
 
 
 if __name__ == "__main__":

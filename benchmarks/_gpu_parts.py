@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib.util
 import json
 import os
 import re
@@ -12,11 +11,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +22,10 @@ from unittest import mock
 import _device
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, CONTENDERS, lowtide_config, with_folder
+from _contenders import ADAMW, lowtide_config, with_folder
 from _gpu_part import Record
-from _harness import MIB, Contender, JobError, OverBudget, Result, loss_difference, mib
+from _harness import MIB, loss_difference, mib
 from _model import SIZES, build_batches, build_model
-from largest import run_budget_job
 from torch import Tensor
 from torch.profiler import profile, record_function
 
@@ -50,7 +47,9 @@ def check(record: Record) -> None:
     from _kernel_cases import CASES
 
     total = _device.total_bytes()
-    record.add("devices", device=_device.name(), number=_device.count(), MiB=total and total // MIB)
+    if record.wants("devices"):
+        with record.measuring("devices"):
+            record.add("devices", device=_device.name(), number=_device.count(), MiB=total and total // MIB)
     if _device.type_of_device() != "cuda":
         record.note("Triton's kernels are not for this device: they were compared at tiny sizes in its interpreter")
     for name in CASES:
@@ -197,11 +196,9 @@ def train_case(case: Case, dtype: str, device: str, folder: str) -> tuple[list[f
         if case.compiles_blocks:
             warnings.simplefilter("ignore")  # of torch's compiler, about itself
         for batch in batches:
-            _device.synchronize()
-            started = time.perf_counter()
-            losses.append(engine.train_step(batch).loss)
-            _device.synchronize()
-            seconds.append(time.perf_counter() - started)
+            took, _, result = _device.timed(functools.partial(engine.train_step, batch))
+            losses.append(result.loss)
+            seconds.append(took)
         return [float(loss) for loss in losses], statistics.median(seconds[WARMUP:]) * 1e3
 
 
@@ -321,16 +318,8 @@ def trace_stage(record: Record, stage: int, size: str, microbatch: int) -> None:
 
 def timed_steps(engine: lowtide.Engine, batch: Any) -> tuple[float, float]:
     """Return the milliseconds of a step, and until the host has launched all of it: medians."""
-    seconds = []
-    for _ in range(TIMED_STEPS):
-        _device.synchronize()
-        started = time.perf_counter()
-        engine.train_step(batch)
-        launched = time.perf_counter()
-        _device.synchronize()
-        seconds.append((time.perf_counter() - started, launched - started))
-    whole, until_launched = (statistics.median(one) * 1e3 for one in zip(*seconds, strict=True))
-    return whole, until_launched
+    found = [_device.timed(lambda: engine.train_step(batch)) for _ in range(TIMED_STEPS)]
+    return statistics.median(one[0] for one in found) * 1e3, statistics.median(one[1] for one in found) * 1e3
 
 
 def profiled(engine: lowtide.Engine, batch: Any, path: Path) -> list[Event]:
@@ -393,68 +382,3 @@ def host_waits_of(events: Sequence[Event], within: str) -> list[str]:
         and ("Synchronize" in call["name"] or call["name"] == "cudaMemcpy")
         and any(one["ts"] <= call["ts"] < one["ts"] + one["dur"] for one in ranges)
     ]
-
-
-# -- part models: tokens/s and peak memory of real sizes beside torch, FSDP2 and DeepSpeed ---------------------------
-
-# Each is a job of its own, trained in bf16 with fp32 weights: autocast for plain torch, a precision policy for FSDP2.
-
-CHOSEN = ("single", "fsdp2", "lowtide-0", "lowtide-3", "lowtide-3-states-cpu", "deepspeed-3-cpu")
-REHEARSED = ("single", "lowtide-3-nvme")
-SHAPES = {"350M": (4, False), "1.3B": (4, True), "3B": (4, True)}  # microbatch, whether blocks are recomputed
-MOST_SECONDS = 150.0  # of a job: one that hangs leaves time for others
-NO_LIMIT = 1 << 50
-
-
-def compare_models(record: Record) -> None:
-    shapes, names = ({"tiny": (1, True)}, REHEARSED) if IS_REHEARSAL else (SHAPES, CHOSEN)
-    has_deepspeed = importlib.util.find_spec("deepspeed") is not None
-    if not has_deepspeed:
-        record.note("DeepSpeed is not installed (deepspeed): it has no numbers here")
-    for size, (microbatch, recompute_blocks) in shapes.items():
-        for contender in [CONTENDERS[name] for name in names]:
-            what = f"{size} {contender.name}"
-            if (contender.needs_deepspeed and not has_deepspeed) or not record.wants(what):
-                continue
-            job = {
-                "size": size,
-                "shape": asdict(SIZES[size]),
-                "ranks": 1,
-                "threads": _device.num_threads(),
-                "microbatch": microbatch,
-                "warmup": 0 if IS_REHEARSAL else 3,
-                "steps": 2 if IS_REHEARSAL else 5,
-                "device": _device.type_of_device(),
-                "dtype": "bf16",
-                "recompute_blocks": recompute_blocks,
-                "budget_bytes": _device.total_bytes() or NO_LIMIT,
-                "timeout": 300.0 if IS_REHEARSAL else MOST_SECONDS,
-            }
-            with record.measuring(what):
-                train_model(record, contender, job)
-
-
-def train_model(record: Record, contender: Contender, job: dict[str, Any]) -> None:
-    """Add a row, also for a model that needs more memory than there is."""
-    found: Result | None = None
-    try:
-        found = run_budget_job(contender, job, sys.executable, record.folder, None)
-    except OverBudget:
-        pass
-    except JobError as error:
-        record.fail(f"{job['size']} {contender.name}", str(error))
-        return
-    shape = SIZES[job["size"]]
-    tokens = job["microbatch"] * shape.sequence_length
-    record.add(
-        "models, bf16, one rank",
-        model=job["size"],
-        parameters_M=shape.num_parameters / 1e6,
-        microbatch=f"{job['microbatch']} x {shape.sequence_length}",
-        recomputed="blocks" if job["recompute_blocks"] else "nothing",
-        contender=contender.label,
-        tokens_per_s=tokens / found.step_seconds if found else "out of memory",
-        ms_a_step=found.step_seconds * 1e3 if found else None,
-        peak_reserved_MiB=mib(found.peak_bytes) if found else None,
-        loss=found.losses[-1] if found else None,
-    )

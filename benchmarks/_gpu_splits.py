@@ -1,7 +1,7 @@
 """Part `splits` of benchmarks/gpu.sh: states, layers, sequences and experts that ranks share.
 
-Two ranks on one device, by gloo and by NCCL: their losses are compared with those of one rank that has it all. NCCL
-refuses two ranks on one GPU in most versions; then one row says so, and it is not tried again. And one of eight
+Two ranks on one device, by gloo and by NCCL: their losses are compared with those of one rank that has it all. Most
+versions of NCCL refuse two ranks on one GPU: then a row says so, and its other cases are not tried. And one of eight
 simulated ranks, as in part `trace`: what a rank's share costs host and device. Self-checks are off there, since
 simulated ranks send nothing.
 """
@@ -12,17 +12,15 @@ import contextlib
 import os
 import statistics
 import sys
-import time
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import _device
 import torch
 import torch.distributed as dist
-from _gpu_part import Record, one_line
+from _gpu_part import Cell, Record
 from _gpu_parts import IS_REHEARSAL, NUM_RANKS, fake_group, timed_steps
-from _harness import JobError, environment_of, loss_difference, mib, run_ranks
+from _harness import JobError, Start, environment_of, loss_difference, mib, run_ranks, warm_start
 from torch import Tensor, nn
 
 import lowtide
@@ -33,7 +31,7 @@ from lowtide.engine.step.self_checks import SequenceCheck, SplitCheck
 DATA, SPLITS = "data", ("tensor", "sequence", "expert")
 STAGES = (3,) if IS_REHEARSAL else (0, 3)
 ROWS, STEPS, SEED = 2, 3, 1234
-MOST_SECONDS = 300.0 if IS_REHEARSAL else 60.0  # of a job: one that hangs leaves time for others
+MOST_SECONDS = 300.0 if IS_REHEARSAL else 40.0  # of a job: one that hangs leaves time for others
 TOLERANCE = 1e-4  # relative, of a loss to that of one rank
 SHAPE = (
     Shape(layers=1, hidden=32, heads=8, vocabulary=256, sequence=16, mlp=128)
@@ -60,7 +58,7 @@ class Experts(nn.Module):
         return out.view_as(x)
 
 
-def start(split: str, num_ranks: int, stage: int) -> lowtide.Engine:
+def build(split: str, num_ranks: int, stage: int) -> lowtide.Engine:
     """Return an engine of the planner's Llama, with the same weights in every process."""
     torch.manual_seed(SEED)
     model = Llama(SHAPE)
@@ -94,25 +92,22 @@ def train(split: str, num_ranks: int, stage: int) -> dict[str, Any]:
     """Return losses and seconds of every step, and the most memory of this rank."""
     _device.forget_memory()
     losses, seconds = [], []
-    with start(split, num_ranks, stage) as engine:
+    with build(split, num_ranks, stage) as engine:
         batch = batch_of(engine, ROWS)
         for _ in range(STEPS):
-            started = time.perf_counter()
-            loss = engine.train_step(batch).loss
-            assert loss is not None
-            losses.append(loss.item())
-            _device.synchronize()
-            seconds.append(time.perf_counter() - started)
+            took, _, result = _device.timed(lambda: engine.train_step(batch))
+            losses.append(float(result.loss))
+            seconds.append(took)
         return {"losses": losses, "seconds": seconds, "peak_bytes": _device.peaks().allocated}
 
 
-def train_cases(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train on a rank. job: "backend", and "cases": [split, stage] of each."""
+def train_rank(job: dict[str, Any]) -> dict[str, Any]:
+    """Train on a rank. job: "backend", "split", "stage"."""
     _device.prepare()
     if _device.count():
         torch.accelerator.set_device_index(0)
     dist.init_process_group(job["backend"])
-    found = [train(split, 2, stage) for split, stage in job["cases"]]
+    found = train(job["split"], 2, job["stage"])
     dist.barrier()
     return found
 
@@ -120,17 +115,14 @@ def train_cases(job: dict[str, Any]) -> list[dict[str, Any]]:
 def compare_splits(record: Record) -> None:
     device = _device.type_of_device()
     cases = [(DATA, stage) for stage in STAGES] + [(split, stage) for split in SPLITS for stage in STAGES]
-    own = dist.get_default_backend_for_device(device)
-    for backend in dict.fromkeys(("gloo", own)):
-        chosen = [case for case in cases if record.wants(f"{backend}, {case[0]}, stage {case[1]}")]
-        # A job for each, as one may hang; in a rehearsal the start of ranks is what takes the time.
-        jobs = [chosen] if IS_REHEARSAL and chosen else [[case] for case in chosen]
-        for job in jobs if device in dist.Backend.backend_capability[backend] else ():
-            try:
-                with record.measuring(f"{backend}, {job}"):
-                    compare_with_one_rank(record, backend, job)
-            except _Refused:
-                break
+    start = warm_start("torch", "lowtide.engine.build")
+    for backend in dict.fromkeys(("gloo", dist.get_default_backend_for_device(device))):
+        is_refused = device not in dist.Backend.backend_capability[backend]
+        for split, stage in cases:
+            what = f"{backend}, {split}, stage {stage}"
+            if not is_refused and record.wants(what):
+                with record.measuring(what):
+                    is_refused = not compare_with_one_rank(record, backend, split, stage, start)
     for split, stage in cases[len(STAGES) :]:
         what = f"simulated, {split}, stage {stage}"
         if record.wants(what):
@@ -138,39 +130,33 @@ def compare_splits(record: Record) -> None:
                 simulate(record, split, stage)
 
 
-class _Refused(BaseException):
-    """NCCL takes no two ranks on one device, so its other cases need not be tried."""
-
-
-def compare_with_one_rank(record: Record, backend: str, cases: Sequence[tuple[str, int]]) -> None:
-    """Add a row for each case. That NCCL does not start is no failure; that losses differ is one."""
-    job = {"worker": "_gpu_splits:train_cases", "threads": 1, "backend": backend, "cases": list(cases)}
+def compare_with_one_rank(record: Record, backend: str, split: str, stage: int, start: Start) -> bool:
+    """Add a row; return False where NCCL does not start, which is no failure. That losses differ is one."""
+    job = {"worker": "_gpu_splits:train_rank", "threads": 1, "backend": backend, "split": split, "stage": stage}
     environment = environment_of(1, None, _device.type_of_device())
     if _device.type_of_device() == "cuda":  # all ranks see one device alone
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    row: dict[str, Cell] = {"split": split, "backend": backend, "stage": stage}
     try:
-        found = run_ranks(job, 2, sys.executable, environment, MOST_SECONDS)
+        found = run_ranks(job, 2, sys.executable, environment, MOST_SECONDS, start=start)
     except JobError as error:
-        record.add("two ranks on one device", split=cases[0][0], backend=backend, outcome=f"refused: {one_line(error)}")
+        record.add("two ranks on one device", **row, outcome=f"refused: {error}")
         if backend == "nccl":
-            raise _Refused from None
+            return False
         raise
-    for number, (split, stage) in enumerate(cases):
-        of_ranks = [one[number] for one in found]
-        difference = loss_difference([one["losses"] for one in of_ranks], train(split, 1, 0)["losses"])
-        record.add(
-            "two ranks on one device",
-            split=split,
-            backend=backend,
-            stage=stage,
-            outcome="trained",
-            largest_difference=difference,
-            ms_a_step=statistics.median(max(one["seconds"][step] for one in of_ranks) for step in range(STEPS)) * 1e3,
-            peak_MiB=mib(max((one["peak_bytes"] for one in of_ranks if one["peak_bytes"]), default=None)),
-        )
-        if difference is None or not difference <= TOLERANCE:
-            text = f"expected at most {TOLERANCE} (relative) from the losses of one rank, found {difference}"
-            record.fail(f"{backend}, {split}, stage {stage}", text)
+    difference = loss_difference([one["losses"] for one in found], train(split, 1, 0)["losses"])
+    record.add(
+        "two ranks on one device",
+        **row,
+        outcome="trained",
+        largest_difference=difference,
+        ms_a_step=statistics.median(max(one["seconds"][step] for one in found) for step in range(STEPS)) * 1e3,
+        peak_MiB=mib(max((one["peak_bytes"] for one in found if one["peak_bytes"]), default=None)),
+    )
+    if difference is None or not difference <= TOLERANCE:
+        text = f"expected at most {TOLERANCE} (relative) from the losses of one rank, found {difference}"
+        record.fail(f"{backend}, {split}, stage {stage}", text)
+    return True
 
 
 def simulate(record: Record, split: str, stage: int) -> None:
@@ -178,7 +164,7 @@ def simulate(record: Record, split: str, stage: int) -> None:
     with contextlib.ExitStack() as stack:
         for check in (SplitCheck, SequenceCheck, BatchConsistencyCheck):
             stack.enter_context(mock.patch.object(check, "of", lambda parts: None))
-        engine = stack.enter_context(start(split, NUM_RANKS, stage))
+        engine = stack.enter_context(build(split, NUM_RANKS, stage))
         whole, until_launched = timed_steps(engine, batch_of(engine, ROWS))
         record.add(
             f"one of {NUM_RANKS} ranks that share",

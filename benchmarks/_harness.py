@@ -13,8 +13,10 @@ import contextlib
 import fnmatch
 import importlib.metadata
 import importlib.util
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import platform
 import re
@@ -28,8 +30,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from unittest import mock
 
 import _worker
 
@@ -69,7 +73,64 @@ def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> 
     }
 
 
-def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
+class Process(Protocol):
+    """A rank that was started, in a process group of its own; `poll` and `wait` as of `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self) -> int: ...
+
+
+Start = Callable[[list[str], dict[str, str], Path], Process]
+"""Starts a rank, of its command, its environment, and the file that gets what it says."""
+
+
+def start_process(command: list[str], environment: dict[str, str], log: Path) -> Process:
+    with log.open("wb") as said:
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+class Forks:
+    """Starts ranks as forks of a process that has imported modules, which so takes its time once.
+
+    It must not have touched the device. modules: none of this folder, in which a library would find `kernels.py`.
+    """
+
+    def __init__(self, *modules: str) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(modules))
+        here = str(WORKER.parent)
+        with (
+            mock.patch.object(sys, "path", [folder for folder in sys.path if folder != here]),
+            mock.patch.dict(os.environ, {"PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
+        ):
+            forkserver.ensure_running()
+
+    def __call__(self, command: list[str], environment: dict[str, str], log: Path) -> Process:
+        process = self._context.Process(target=_worker.run_fork, args=(command[-1], environment, str(log)))
+        process.start()
+        return _Fork(process)
+
+
+@dataclass(frozen=True)
+class _Fork:
+    process: Any  # of multiprocessing
+
+    @property
+    def pid(self) -> int:
+        return int(self.process.pid)
+
+    def poll(self) -> int | None:
+        found: int | None = self.process.exitcode
+        return found
+
+    def wait(self) -> int:
+        self.process.join()
+        return int(self.process.exitcode)
+
+
+def _stop(processes: list[Process]) -> None:
     """Ends what still runs: each rank leads a process group of its own."""
     for process in processes:
         if process.poll() is None:
@@ -79,13 +140,16 @@ def _stop(processes: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _reason(log: Path) -> str:
-    """Gives the last line that a failed rank said, which names the error in a Python traceback."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.split(":")[0].split("(")[0].endswith(("Error", "Exception", "Exit"))]
-    return (errors or lines or ["no output"])[-1]
+    """Gives the last error that a failed rank named, with the lines that continue it; else the last line it said."""
+    lines = [line.rstrip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    for number in reversed(range(len(lines))):
+        if re.match(r"(\[rank\d+\]: )?[\w.]+(Error|Exception|Exit)\b", lines[number]):
+            continued = itertools.takewhile(lambda line: line[0].isspace(), lines[number + 1 :])
+            return " ".join([lines[number], *map(str.strip, continued)])
+    return lines[-1].strip() if lines else "no output"
 
 
-def _wait(processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout_seconds: float) -> None:
+def _wait(processes: list[Process], logs: list[Path], timeout_seconds: float) -> None:
     """Waits for all ranks; raises JobError as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout_seconds
     while True:
@@ -111,11 +175,12 @@ def run_ranks(
     timeout_seconds: float,
     worker: Path = WORKER,
     place: Callable[[int], tuple[list[str], dict[str, str]]] | None = None,
+    start: Start = start_process,
 ) -> list[Any]:
     """Runs the worker once for each rank, with the job as its JSON file; gives what each rank wrote beside that.
 
     job: "worker", the function that a rank calls, and "threads", beside what that function asks for. place: of a rank,
-    what stands before its command, and more of its environment.
+    what stands before its command, and more of its environment. start: such as `Forks`.
 
     Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
     left behind.
@@ -130,19 +195,29 @@ def run_ranks(
         description = folder / "job.json"
         description.write_text(json.dumps(job))
         logs = [folder / f"rank{rank}.log" for rank in range(num_processes)]
-        processes = []
+        processes: list[Process] = []
         try:
             for rank, log in enumerate(logs):
                 before, more = place(rank) if place else ([], {})
                 command = [*before, python, str(worker), str(description)]
                 ranked = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **more}
-                with log.open("wb") as said:
-                    started = subprocess.Popen(command, env=ranked, stdout=said, stderr=said, start_new_session=True)
-                processes.append(started)
+                processes.append(start(command, ranked, log))
             _wait(processes, logs, timeout_seconds)
         finally:
             _stop(processes)
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(num_processes)]
+
+
+def warm_start(*modules: str) -> Start:
+    """Return `Forks`, or where a fork cannot use the device `start_process`."""
+    forks = Forks(*modules)
+    try:
+        environment = environment_of(1, None, "any")
+        run_ranks({"worker": "_device:use", "threads": 1}, 1, sys.executable, environment, 60.0, start=forks)
+    except JobError as error:
+        print(f"each rank imports its modules, since a fork cannot use the device: {error}", flush=True)
+        return start_process
+    return forks
 
 
 # -- contenders and what their jobs gave -----------------------------------------------------------------------------

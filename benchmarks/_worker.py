@@ -31,6 +31,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -141,8 +142,22 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def main() -> None:
-    path = Path(sys.argv[1])
+def run_fork(path: str, environment: dict[str, str], log: str) -> None:
+    """Be a rank in a process that was forked, as one that is started is: with its group, environment and log."""
+    os.setsid()
+    with open(log, "wb") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        run(Path(path))
+    except BaseException:
+        traceback.print_exc()
+        leave(1)
+
+
+def run(path: Path) -> None:
     job: dict[str, Any] = json.loads(path.read_text())
     if "cgroup" in job:  # joined before anything has taken memory
         Path(job["cgroup"], "cgroup.procs").write_text(str(os.getpid()))
@@ -163,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(Path(sys.argv[1]))

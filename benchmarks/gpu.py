@@ -1,25 +1,27 @@
-"""The first hour on a GPU: each part takes at most nine minutes and is useful alone.
+"""A quarter of an hour on a GPU, in parts that are useful alone, the most valuable first.
 
-  checks     every kernel against float64; the tests that are marked gpu
-  training   one rank: stages, precisions, every offload, compiled blocks; losses beside the CPU's
-  trace      one of eight simulated ranks: a profiler's trace, idle time, waits of the host
-  models     350M, 1.3B and 3B: tokens/s and peak memory beside torch's fused AdamW, FSDP2, DeepSpeed where it is there
-  splits     two ranks on one device by gloo, and by NCCL where it lets them; one of eight simulated ranks that share
+  language_models  Qwen2 of 0.5B, 1.5B, 4B and 7B: tokens/s, MFU, milliseconds until launched, peaks and losses beside
+                   torch, torch.compile, FSDP2, Liger and DeepSpeed
+  checks           every kernel against float64; the tests that are marked gpu
+  training         one rank: stages, precisions, every offload, compiled blocks; losses beside the CPU's
+  trace            one of eight simulated ranks: a profiler's trace, idle time, waits of the host
+  splits           two ranks on one device by gloo, and by NCCL if it lets them; one of eight simulated ranks that share
 
-Each runs in a process of its own; after one that fails or is cut off the next one runs. The folder gets results.json,
-log.txt with all that was said, and the traces. Kernels are timed by kernels.py, the largest model is searched by
+Each runs in a process of its own, for at most so many seconds; after one that fails or is cut off the next one runs.
+The folder gets results.json, log.txt with all that was said, and the traces. Run again with the same folder, a part
+that has not come to its end goes on where it was. Kernels are timed by kernels.py, the largest model is searched by
 largest.py.
 
-Needed are Python 3.11, torch 2.11 or newer built for the device, numpy, pydantic, psutil and rich; triton for kernels,
-pytest for tests. lowtide itself is taken from this checkout. Where the machine reaches no index, carry wheels: `pip
-download --only-binary=:all: -d wheels pydantic psutil rich` elsewhere, then `pip install --no-index --find-links wheels
---target site pydantic psutil rich` there, and PYTHONPATH=site. Python is GPU_PYTHON, else the first of .venv, python3,
-python that has torch and sees an accelerator.
+Needed are Python 3.11, torch 2.11 or newer built for the device, numpy, pydantic, psutil and rich; transformers for
+language models, triton for kernels, pytest for tests. lowtide itself is taken from this checkout. Where the machine
+reaches no index, carry wheels: `pip download --only-binary=:all: -d wheels pydantic psutil rich` elsewhere, then `pip
+install --no-index --find-links wheels --target site pydantic psutil rich` there, and PYTHONPATH=site. Python is
+GPU_PYTHON, else the first of .venv, python3, python that has torch and sees an accelerator.
 
 Example, all of it, two parts, and a rehearsal, for which no GPU is needed:
 
     benchmarks/gpu.sh --out gpu-results
-    benchmarks/gpu.sh training models --only bf16 1.3B --out gpu-results
+    benchmarks/gpu.sh language_models --seconds 200 --only 1.5B --out gpu-results
     benchmarks/gpu.sh --rehearse
 """
 
@@ -42,7 +44,7 @@ from pathlib import Path
 
 import _gpu_part
 
-PARTS = tuple(_gpu_part.MEASURES)
+PARTS = tuple(_gpu_part.PARTS)
 LEAVING_SECONDS = 20.0  # that a part has to stop its ranks
 NEEDED = ("torch", "numpy", "pydantic", "psutil", "rich")
 REHEARSAL = "LOWTIDE_REHEARSAL"  # as _device.py has it, which imports torch
@@ -60,14 +62,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     default = Path(os.environ.get("OUT") or "gpu-results")
     add("--out", type=Path, default=default, metavar="FOLDER", help="for what is found (default: $OUT, or gpu-results)")
     add("--only", nargs="+", default=[], metavar="TEXT", help="measure what has one of these in its name, and no more")
-    add("--limit", type=float, default=540.0, metavar="SECONDS", help="time of a part (default: 540)")
+    times = ", ".join(f"{part.seconds:.0f}" for part in _gpu_part.PARTS.values())
+    add("--seconds", type=float, help=f"time of each part, with its imports (default: {times})")
     add("--rehearse", action="store_true", help="all of it at tiny sizes without a GPU: the numbers mean nothing")
     options = parser.parse_args(arguments)
     if unknown := [name for name in options.parts if name not in PARTS]:
         parser.error(f"PART: expected some of {', '.join(PARTS)}, found {', '.join(unknown)}")
     options.parts = [name for name in PARTS if name in options.parts or not options.parts]
-    if not options.limit > 0:
-        parser.error(f"--limit: expected seconds above 0, found {options.limit:g}")
+    if options.seconds is not None and not options.seconds > 0:
+        parser.error(f"--seconds: expected more than 0, found {options.seconds:g}")
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=options.out).close()
@@ -107,8 +110,9 @@ def environment_of(is_rehearsal: bool, path: str) -> dict[str, str]:
 
 def run_parts(parts: list[str], options: argparse.Namespace, environment: dict[str, str]) -> str:
     """Measure parts in one process, show its output, and return how it ended."""
-    limit = options.limit * len(parts)
-    job = {"folder": str(options.out.resolve()), "parts": parts, "only": options.only, "limit_seconds": limit}
+    least = 600.0 if options.rehearse else 0.0  # the machine of a rehearsal is slow, and its times mean nothing
+    limit = sum(options.seconds or max(least, _gpu_part.PARTS[part].seconds) for part in parts)
+    job = {"folder": str(options.out.resolve()), "parts": parts, "only": options.only, "seconds": limit}
     command = [sys.executable, str(ROOT / "benchmarks" / "_gpu_part.py"), json.dumps(job)]
     deadline = time.monotonic() + limit
     with (options.out / LOG_FILE).open("ab") as log, (options.out / LOG_FILE).open("rb") as said:
@@ -127,7 +131,8 @@ def run_parts(parts: list[str], options: argparse.Namespace, environment: dict[s
         shutil.copyfileobj(said, sys.stdout.buffer)
     if is_over:
         return f"cut off after {limit:g} s"
-    return {0: "done", 1: "failed"}.get(process.returncode, f"ended with status {process.returncode}")
+    ends = {0: _gpu_part.DONE, 1: "failed", _gpu_part.OUT_OF_TIME_STATUS: "out of time"}
+    return ends.get(process.returncode, f"ended with status {process.returncode}")
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -147,24 +152,24 @@ def main() -> int:
     # A rehearsal needs no time limit for each part, and the imports of one process are enough for all.
     groups = [options.parts] if options.rehearse else [[part] for part in options.parts]
     for part in options.parts:
-        _gpu_part.change(options.out, part, _gpu_part.NOTHING)
+        _gpu_part.begin(options.out, part)
     with python_path() as path:
         environment = environment_of(options.rehearse, path)
         for parts in groups:
             ended = run_parts(parts, options, environment)
             for part in parts:
                 found = _gpu_part.read(options.out)[part]
-                if found["status"] == _gpu_part.RUNNING:  # it was cut off, or has died
+                if found["status"] == _gpu_part.RUNNING:  # rows are left, or it was cut off, or has died
                     _gpu_part.change(options.out, part, {**found, "status": ended})
     results = _gpu_part.read(options.out)
     for part in options.parts:
         found = results[part]
         rows = sum(map(len, found["tables"].values()))
-        print(f"{part:<10} {found['status']:<20} {found['seconds']:>6.0f} s  {rows:>3} rows")
+        print(f"{part:<15} {found['status']:<20} {found['seconds']:>6.0f} s  {rows:>3} rows")
         for failure in found["failures"]:
-            print(f"           {failure}")
+            print(f"                {failure}")
     print(f"{options.out / _gpu_part.JSON_FILE}, {LOG_FILE}")
-    return 0 if all(results[part]["status"] == "done" for part in options.parts) else 1
+    return 0 if all(results[part]["status"] == _gpu_part.DONE for part in options.parts) else 1
 
 
 if __name__ == "__main__":

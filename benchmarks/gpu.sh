@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The first hour on a GPU: finds a Python that has torch and the device, and runs benchmarks/gpu.py with it.
+# A quarter of an hour on a GPU: finds a Python that has torch and the device, and runs benchmarks/gpu.py with it.
 # benchmarks/gpu.sh --help says the rest.
 set -euo pipefail
 

@@ -26,8 +26,6 @@ import math
 import os
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -36,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 import _device
 import _worker
-import torch
 from _contenders import BUILDERS, CONTENDERS, OFFLOAD_FOLDER, Setup, import_libraries
 from _harness import (
     MIB,
@@ -59,7 +56,7 @@ from _harness import (
     run_ranks,
 )
 from _model import SIZES, GPTSize, build_batches, build_model
-from _worker import OVER_BUDGET_STATUS, PeakSampler
+from _worker import PeakSampler
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -89,13 +86,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     _device.prepare()
     if job["device"] != "cpu":
         _device.choose(int(os.environ["LOCAL_RANK"]), job["budget_bytes"])
-    try:
+    with _device.memory_errors_leave():
         return _train(job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        traceback.print_exc()
-        _worker.leave(OVER_BUDGET_STATUS)
 
 
 def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
@@ -113,25 +105,14 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     with sampler:
         trainer = BUILDERS[job["kind"]](partial(build_model, shape), setup, **job["options"])
         for _ in range(job["warmup"] + job["steps"]):
-            started = time.perf_counter()
-            loss = trainer.step(*batch)
-            _device.synchronize()
-            seconds.append(time.perf_counter() - started)
+            took, _, loss = _device.timed(partial(trainer.step, *batch))
+            seconds.append(took)
             losses.append(float(loss))
     peak_bytes = sampler.peak_bytes - sampler.start_bytes if measures_host else None
     if setup.device != "cpu":
         peak_bytes = _device.peaks().reserved
     trainer.close()
     return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
-
-
-def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether the GPU had no memory left, also where an error of another class was made of that."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 # -- a job -----------------------------------------------------------------------------------------------------------

@@ -1,9 +1,12 @@
-"""Pages link to files and headings that exist, and the site lists each page."""
+"""Pages link to files and headings that exist, their configs load, and the site lists each page."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from lowtide.engine.config.config import Config
 
 CHECKOUT = Path(__file__).parents[1]
 DOCS = sorted((CHECKOUT / "docs").glob("*.md"))
@@ -40,6 +43,12 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# A `b` c\n\n[here](#a-b-c) [there](#a-b) [file](none.md)\n", encoding="utf-8")
     assert broken_links(page) == ["#a-b", "none.md"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_configs_load(page: Path) -> None:
+    for text in re.findall(r"```json\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        Config.load(json.loads(text))
 
 
 def test_the_site_lists_each_page() -> None:

@@ -25,9 +25,13 @@ REFUSED = [
     ("pipeline", "--warmup 0", "--warmup: expected at least 1, the step in which shapes are learned; found 0"),
     ("largest", "--start-layers 9 --max-layers 8", "--max-layers: expected at least --start-layers (9), found 8"),
     ("offload_io", "--size 96 --unit 32", "--size: expected more than 3 pieces of --unit, found 96 of 32"),
-    ("gpu", "trace modles --rehearse", "PART: expected some of checks, training, trace, models, splits, found modles"),
+    (
+        "gpu",
+        "modles --rehearse",
+        "PART: expected some of language_models, checks, training, trace, splits, found modles",
+    ),
     ("gpu", "--out /dev/null", "--out: expected a folder that can be written to, found /dev/null (File exists)"),
-    ("gpu", "--limit 0", "--limit: expected seconds above 0, found 0"),
+    ("gpu", "--seconds 0", "--seconds: expected more than 0, found 0"),
     ("host_time", "--depths 8 8", "--depths: expected two numbers of blocks, the larger one last, found [8, 8]"),
 ]
 

@@ -1,5 +1,6 @@
 """A rank that fails ends its job at once, with the rank's own last error; no process is left behind."""
 
+import json
 import os
 import sys
 import time
@@ -49,12 +50,25 @@ def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: 
             "if rank == '0': pid.write_text(str(os.getpid())); time.sleep(600)\n"
             "while not pid.exists() or not pid.read_text(): time.sleep(0.01)\n"
             "sys.stderr.write('ValueError: an earlier line\\n')\n"
-            "raise ValueError('stage: expected 0, 1, 2 or 3, found 4')\n"
+            "try: raise ValueError('2 faults:\\n  stage: expected 0, 1, 2 or 3, found 4')\n"
+            "finally: import atexit; atexit.register(lambda: print('UserWarning: a later line', file=sys.stderr))\n"
         )
-    assert str(failed.value) == "rank 1 ended with status 1: ValueError: stage: expected 0, 1, 2 or 3, found 4"
+    assert (
+        str(failed.value) == "rank 1 ended with status 1: ValueError: 2 faults: stage: expected 0, 1, 2 or 3, found 4"
+    )
     assert time.monotonic() - started < 300
     with pytest.raises(ProcessLookupError):
         os.kill(int(pids.read_text()), 0)
+
+
+def test_a_fork_is_a_rank_as_a_process_is(helper: Helper) -> None:
+    ranks = helper("_harness")
+    forks, environment = ranks.Forks("torch"), ranks.environment_of(1, None) | {"HERE": "set"}
+    arguments = (2, sys.executable, environment, 300.0)
+    job = {"threads": 1, "worker": "json:dumps"}
+    assert ranks.run_ranks(job, *arguments, start=forks) == 2 * [json.dumps(job)]
+    with pytest.raises(ranks.JobError, match=r"^rank \d ended with status 1: TypeError: the JSON object must be str"):
+        ranks.run_ranks(job | {"worker": "json:loads"}, *arguments, start=forks)
 
 
 def test_a_rank_that_names_no_error_is_told_by_its_status(run: Run, helper: Helper) -> None:

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, rehearsed: every part measures something and writes it down, and no part fails."""
+"""A quarter of an hour on a GPU, rehearsed: every part measures something and writes it down, and no part fails."""
 
 import json
 import os
@@ -19,10 +19,10 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 
 # The tables of each part.
 TABLES = {
+    "language_models": ["language models, bf16, one rank"],
     "checks": ["devices", "kernels against float64", "tests marked gpu"],
     "training": ["one rank beside the CPU"],
     "trace": ["steps"],
-    "models": ["models, bf16, one rank"],
     "splits": ["two ranks on one device", "one of 8 ranks that share"],
 }
 # Of trainings and traces those that differ in the code of their part: what an engine of each config does on the device
@@ -51,6 +51,13 @@ def test_every_part_is_rehearsed(tmp_path: Path) -> None:
     assert all(any(text in row["case"] for row in trained) for text in TRAINED)
     assert {row["dtype"] for row in trained} == {"fp32", "bf16", "fp16"}
     assert len(list(tmp_path.glob("trace_stage*.json.gz"))) == 2
+    rows = found["language_models"]["tables"]["language models, bf16, one rank"]
+    first = {
+        row["contender"]: row["losses"] for row in rows if row["outcome"] == "trained" and "recomp" not in row["model"]
+    }
+    assert {"torch, eager, autocast", "FSDP2, blocks compiled", "lowtide stage 3, blocks compiled"} <= set(first)
+    assert max(abs(float(losses.split()[-1]) - 6.286) for losses in first.values()) < 2e-3
+    assert all("Error" in row["outcome"] for row in rows if row["outcome"] != "trained")
 
 
 def test_every_training_has_a_config_that_loads(helper: Helper) -> None:
@@ -65,8 +72,9 @@ def test_nccl_that_refuses_two_ranks_on_a_device_is_tried_once(
     helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part, jobs = helper("_gpu_splits"), []
+    monkeypatch.setattr(part, "warm_start", lambda *modules: None)
 
-    def refuse(job: dict[str, Any], *_: Any) -> None:
+    def refuse(job: dict[str, Any], *_: Any, **__: Any) -> None:
         jobs.append(job)
         raise part.JobError("rank 1 ended with status 1: Duplicate GPU detected")
 
@@ -77,12 +85,12 @@ def test_nccl_that_refuses_two_ranks_on_a_device_is_tried_once(
     part.compare_splits(record)
     (row,) = json.loads((tmp_path / "results.json").read_text())["splits"]["tables"]["two ranks on one device"]
     assert len(jobs) == 1 and record.failures == []
-    assert row["outcome"] == "refused: JobError: rank 1 ended with status 1: Duplicate GPU detected"
+    assert row["outcome"] == "refused: rank 1 ended with status 1: Duplicate GPU detected"
 
 
 def test_a_part_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
-    ended = run(["checks", "--rehearse", "--limit", "0.2", "--out", str(tmp_path)])
-    assert ended.returncode == 1 and "checks     cut off after 0.2 s" in ended.stdout
+    ended = run(["checks", "--rehearse", "--seconds", "0.2", "--out", str(tmp_path)])
+    assert ended.returncode == 1 and "checks          cut off after 0.2 s" in ended.stdout
     assert json.loads((tmp_path / "results.json").read_text())["checks"]["status"] == "cut off after 0.2 s"
 
 
@@ -111,7 +119,7 @@ def test_a_package_that_is_missing_is_said(
 def test_what_was_measured_stays_beside_a_failure_and_other_parts(helper: Helper, tmp_path: Path) -> None:
     records = helper("_gpu_part")
     settings = {"date": "a day", "device": "one", "versions": {"torch": "2"}, "rehearsal": False}
-    for part in ("trace", "models"):
+    for part in ("trace", "splits"):
         record = records.Record(tmp_path, part, settings, ["fits", "both"])
         with record.measuring("a model"):
             record.add("sizes", layers=3, ms_a_step=0.123456, peak=None)
@@ -120,8 +128,45 @@ def test_what_was_measured_stays_beside_a_failure_and_other_parts(helper: Helper
     assert record.wants("what fits") and not record.wants("what does not")
     found = json.loads((tmp_path / "results.json").read_text())
     assert [part["status"] for part in found.values()] == ["failed", "failed"]
-    assert found["models"]["tables"] == {"sizes": [{"layers": 3, "ms a step": 0.123456, "peak": None}]}
+    assert found["splits"]["tables"] == {"sizes": [{"layers": 3, "ms a step": 0.123456, "peak": None}]}
     assert [part["failures"] for part in found.values()] == 2 * [["a model: ValueError: too large"]]
+
+
+def test_a_part_that_was_stopped_goes_on_and_one_that_was_done_begins_anew(helper: Helper, tmp_path: Path) -> None:
+    parts = helper("_gpu_part")
+
+    def run(wanted: str, checkout: str = "a", seconds: float = 100.0) -> list[str]:
+        """Measure `wanted` of two things in a run; return the rows that are there then."""
+        parts.begin(tmp_path, "trace")
+        record = parts.Record(tmp_path, "trace", {"date": wanted, "checkout": checkout}, [], seconds)
+        for name in ("one", "two"):
+            if record.wants(name):
+                with record.measuring(name):
+                    if name not in wanted:
+                        raise parts.OutOfTime
+                    record.add("rows", name=name, run=wanted)
+        record.end()
+        return [f"{row['name']} in {row['run']}" for row in parts.read(tmp_path)["trace"]["tables"].get("rows", [])]
+
+    assert run("two") == ["two in two"]
+    assert run("one and two", seconds=parts.LEAVING_SECONDS) == ["two in two"]
+    assert run("one and two") == ["two in two", "one in one and two"]
+    assert run("one") == ["one in one"]
+    assert run("two", checkout="b") == ["two in two"]
+
+
+def test_the_weights_of_language_models_are_counted(helper: Helper) -> None:
+    for name, shape in helper("_gpu_language_models").SHAPES.items():
+        linear = [one for one in shape.build("meta").modules() if isinstance(one, torch.nn.Linear)]
+        assert shape.matrix_numel == sum(one.weight.numel() for one in linear), name
+
+
+@pytest.mark.parametrize(
+    "outcome", ["out of memory", "lowtide.engine.config.errors.ConfigError: 1 fault", "ValueError: no"]
+)
+def test_what_is_refused_with_words_is_no_failure(helper: Helper, outcome: str) -> None:
+    part = helper("_gpu_language_models")
+    assert part.is_refusal(outcome) and not part.is_refusal("RuntimeError: ValueError: no")
 
 
 def event(kind: str, name: str, start: float, duration: float) -> dict[str, Any]:

@@ -16,21 +16,17 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from ..watch.watchdog import poll, poll_seconds
 from .errors import CollectiveError, no_answer
 
 logger = logging.getLogger("lowtide")
-
-_POLLS_PER_TIMEOUT = 8
-_MAX_POLL_SECONDS = 1.0
 
 
 def leave_errors_to_us() -> None:
@@ -63,25 +59,20 @@ class CollectiveWatchdog:
         self._asked: tuple[_Call, torch.Event] | None = None  # the event completes when the device passes the call
         self._is_inside = False  # the host has not returned from the call
         self._is_told = False
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._end_polling: Callable[[], None] | None = None
 
     def start(self, rank: int, device: torch.device, timeout_seconds: float) -> None:
         """Start the thread. Call it once, before the groups of an engine are made."""
         leave_errors_to_us()
         self._rank, self._device, self._timeout_seconds = rank, device, timeout_seconds
-        poll = min(timeout_seconds / _POLLS_PER_TIMEOUT, _MAX_POLL_SECONDS)
-        arguments = weakref.ref(self), self._stop, poll
-        self._thread = threading.Thread(target=_watch, args=arguments, name="lowtide overdue", daemon=True)
-        self._thread.start()
+        self._end_polling = poll(self._look, poll_seconds(timeout_seconds), "lowtide overdue")
         self.is_on = True
 
     def stop(self) -> None:
         """End the thread. Raises a CollectiveError that was found and not raised yet."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._end_polling is not None:
+            self._end_polling()
+            self._end_polling = None
             self.is_on = False
         self._latest = self._asked = None  # releases `compare`, which refers to the engine
         if not self._is_told:
@@ -110,10 +101,10 @@ class CollectiveWatchdog:
         """Record that the host has returned from the operation."""
         self._is_inside = False
 
-    def look(self, poll_seconds: float) -> bool:
+    def _look(self) -> bool:
         """Abort an operation that is overdue. Returns False if it did."""
         call = self._latest
-        if call is None or time.monotonic() - call.since < poll_seconds:
+        if call is None or time.monotonic() - call.since < poll_seconds(self._timeout_seconds):
             return True
         if not self._is_inside:
             if call.stream is None:
@@ -138,12 +129,3 @@ class CollectiveWatchdog:
                 group.abort()
             except RuntimeError as error:  # the backend has no abort
                 logger.warning("a process group could not be aborted: %s", error)
-
-
-def _watch(collective_watchdog: weakref.ref[CollectiveWatchdog], stop: threading.Event, poll_seconds: float) -> None:
-    """Poll until stopped, or until the engine that owns `collective_watchdog` is garbage-collected."""
-    while not stop.wait(poll_seconds):
-        there = collective_watchdog()
-        if there is None or not there.look(poll_seconds):
-            return
-        del there

@@ -22,15 +22,15 @@ from __future__ import annotations
 
 import json
 import re
-import threading
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
+
+from ..watch.watchdog import poll
 
 _ALONE = (
     " The rank waits for parameters: a forward is a call of the engine. To run a forward on a single rank, let all "
@@ -100,8 +100,7 @@ class ErrorBroadcast:
         self._may_repeat: set[str] = set()
         self._is_told = False  # the error of the innermost call is announced
         self._waits: tuple[Begun, float, Callable[[], None]] | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._end_polling: Callable[[], None] | None = None
         self.found = ""
         """The reason why the thread ended a wait: see `wait`."""
 
@@ -258,10 +257,8 @@ class ErrorBroadcast:
         """Record that this rank waits, until `end_wait`. end: called by the thread, lets the wait raise
         RuntimeError."""
         self._waits = channel, time.monotonic(), end
-        if self._thread is None and self._store is not None:
-            arguments = weakref.ref(self), self._stop
-            self._thread = threading.Thread(target=_look, args=arguments, name="lowtide raised", daemon=True)
-            self._thread.start()
+        if self._end_polling is None and self._store is not None:
+            self._end_polling = poll(self._look, _POLL_SECONDS, "lowtide raised")
 
     def end_wait(self) -> None:
         self._waits = None
@@ -269,12 +266,11 @@ class ErrorBroadcast:
     def close(self) -> None:
         """End the thread."""
         self._store = None
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._end_polling is not None:
+            self._end_polling()
+            self._end_polling = None
 
-    def look(self) -> None:
+    def _look(self) -> None:
         """End the wait if it is in vain."""
         waits = self._waits
         if waits is None or time.monotonic() - waits[1] < _POLL_SECONDS:
@@ -291,13 +287,3 @@ class ErrorBroadcast:
 
 def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MAX_CHARACTERS]
-
-
-def _look(error_broadcast: weakref.ref[ErrorBroadcast], stop: threading.Event) -> None:
-    """Poll until closed, or until the engine that owns `error_broadcast` is garbage-collected."""
-    while not stop.wait(_POLL_SECONDS):
-        there = error_broadcast()
-        if there is None:
-            return
-        there.look()
-        del there

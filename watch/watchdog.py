@@ -1,10 +1,12 @@
-"""Report the activity of a rank without a launcher if its step exceeds the limit."""
+"""Look at a hanging process from a thread of it: `poll`, and a report of a rank whose step exceeds the limit."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import traceback
+import weakref
+from collections.abc import Callable
 
 from .progress import Progress
 
@@ -12,43 +14,66 @@ _POLLS_PER_LIMIT = 8
 _MAX_POLL_SECONDS = 1.0
 
 
-class Watchdog:
-    """A thread that reads this rank's record, and reports each step over the limit once on stderr.
+def poll(look: Callable[[], object], seconds: float, name: str) -> Callable[[], None]:
+    """Call a bound method every `seconds` from a thread with this name.
 
-    It works if the rank hangs in Python, or in C code that has released the GIL, as waits do.
+    The thread ends if the method returns False, if its object is garbage-collected, or if the result is called. It
+    works if the process hangs in Python, or in C code that has released the GIL, as waits do.
     """
+    method, stop = weakref.WeakMethod(look), threading.Event()
+
+    def run() -> None:
+        while not stop.wait(seconds):
+            call = method()
+            if call is None or call() is False:
+                return
+            del call  # until the next call nothing here keeps the object, and so an engine, alive
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+
+    def end() -> None:
+        stop.set()
+        if thread is not threading.current_thread():  # an engine may be closed by the method itself
+            thread.join()
+
+    return end
+
+
+def poll_seconds(limit_seconds: float) -> float:
+    """Return the time between two looks for something that may take `limit_seconds`."""
+    return min(limit_seconds / _POLLS_PER_LIMIT, _MAX_POLL_SECONDS)
+
+
+class Watchdog:
+    """Reads this rank's record from a thread, and reports each step over the limit once on stderr."""
 
     def __init__(self) -> None:
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._end: Callable[[], None] | None = None
+        self._has_reported = False  # the present step
 
     def start(self, progress: Progress, limit_seconds: float) -> None:
         """Start the thread. Call it once."""
-        assert self._thread is None
-        self._thread = threading.Thread(
-            target=self._watch, args=(progress, limit_seconds), name="lowtide watchdog", daemon=True
-        )
-        self._thread.start()
+        assert self._end is None
+        self._progress, self._limit_seconds = progress, limit_seconds
+        self._end = poll(self._look, poll_seconds(limit_seconds), "lowtide watchdog")
 
     def stop(self) -> None:
         """End the thread."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        if self._end is not None:
+            self._end()
 
-    def _watch(self, progress: Progress, limit_seconds: float) -> None:
-        has_told = False
-        while not self._stop.wait(min(limit_seconds / _POLLS_PER_LIMIT, _MAX_POLL_SECONDS)):
-            now = progress.snapshot()
-            is_late = now.step_seconds is not None and now.step_seconds > limit_seconds
-            if is_late and not has_told:
-                print(
-                    f"lowtide: rank {now.rank}: a step has taken longer than {limit_seconds:g} s "
-                    f"(communication.step_timeout_seconds) and goes on; {now}. The stacks of its threads:\n{_stacks()}",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            has_told = is_late
+    def _look(self) -> None:
+        now = self._progress.snapshot()
+        is_late = now.step_seconds is not None and now.step_seconds > self._limit_seconds
+        if is_late and not self._has_reported:
+            print(
+                f"lowtide: rank {now.rank}: a step has taken longer than {self._limit_seconds:g} s "
+                f"(communication.step_timeout_seconds) and goes on; {now}. The stacks of its threads:\n{_stacks()}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._has_reported = is_late
 
 
 def _stacks() -> str:

@@ -1,9 +1,8 @@
 """`lowtide env`: report this machine's hardware and software, and which features work on it.
 
-`torch.utils.collect_env` gives most facts; `_sections` adds facts that lowtide needs. `_abilities` lists the features.
+`torch.utils.collect_env` gives most facts; `_sections` adds facts that lowtide needs. `_works` lists the features.
 """
 
-import contextlib
 import importlib.metadata
 import json
 import logging
@@ -11,12 +10,11 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -27,7 +25,7 @@ from ..engine.plan.measuring.measure import MeasuringError, measure
 from ..kernels.cpu_build import BuildError, find_compiler
 from ..kernels.dispatch import has_triton
 from ..kernels.optimizer_step import cpu_kernel
-from ..launch.hosts.facts import CheckRequest, run_checks, versions
+from ..launch.hosts.facts import CheckRequest, run_checks
 from ..launch.hosts.host import HostReport
 from ..launch.hosts.preflight import size_text
 from ..launch.hosts.report import report_host
@@ -53,13 +51,8 @@ _MEMORY = ("free_memory_bytes", "shared_memory_bytes", "free_shared_memory_bytes
 _IN_VERSIONS = ("python_version", "torch_version", "pip_packages", "conda_packages")
 
 Section = dict[str, str | int | float]
-
-
-class Ability(NamedTuple):
-    """A feature, and the reason why it works or not."""
-
-    works: bool
-    why: str
+Answer = tuple[bool, str]
+"""True if a feature works, and the reason why it does or does not."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,18 +63,17 @@ def main(argv: Sequence[str]) -> int:
     folders = () if options.folder is None else (str(options.folder),)
     checks = run_checks(CheckRequest(1, str(Path.cwd()), sys.executable, write_folders=folders))
     facts = {result.name: result.value for result in checks}
-    abilities = _abilities(report_host(), facts)
-    if options.folder is not None:
-        result = next(result for result in checks if result.name == f"write_folder {options.folder}")
-        abilities["offload to nvme"] = (
-            Ability(False, f"{options.folder}: {result.error}; name an existing folder with write permission")
-            if result.value is None
-            else Ability(True, f"{options.folder}: writable, {size_text(int(result.value))} free")
-        )
-    text = (_as_json if options.json else _as_text)(_sections(facts), abilities)
+    works = _works(report_host(), facts)
+    for result in checks:
+        if result.name.startswith("write_folder"):
+            why = f"{options.folder}: {result.error}; name an existing folder with write permission"
+            if result.value is not None:
+                why = f"{options.folder}: writable, {size_text(int(result.value))} free"
+            works["offload to nvme"] = result.value is not None, why
+    text = (_as_json if options.json else _as_text)(_sections(facts), works)
     home = str(Path.home())  # "/" for users of many containers: then nothing is replaced
     print(text if home == "/" else re.sub(re.escape(home) + r"(?![\w.-])", "~", text))
-    return 1 if options.folder is not None and not abilities["offload to nvme"].works else 0
+    return 0 if works.get("offload to nvme", (True, ""))[0] else 1
 
 
 def parser() -> Parser:
@@ -119,20 +111,17 @@ def _measure(path: Path, folder: Path | None) -> int:
 
 def _sections(facts: Mapping[str, Any]) -> dict[str, Section]:
     collected = collect_env.get_env_info()._asdict()  # type: ignore[no-untyped-call]
-    lines = [line.partition(":") for line in (collected.pop("cpu_info") or "").splitlines()]
+    processor = re.search(r"Model name: *(.*)", collected.pop("cpu_info") or "")
+    versions = {name: facts[name] for name in ("python", "torch", "lowtide")}
     return {
-        "versions": {
-            **versions(),
-            "sources": str(facts.get("lowtide_source", "")),
-            **{name: _version_of(name) for name in ("triton", "numpy", "pydantic")},
-        },
+        "versions": {**versions, "sources": str(facts["lowtide_source"] or ""), **_installed()},
         "torch": {
             name: str(value).replace("\n", "; ")
             for name, value in collected.items()
             if name not in _IN_VERSIONS and value not in (None, "N/A", {})
         },
         "machine": {
-            "processor": next((value.strip() for key, _, value in lines if key == "Model name"), platform.machine()),
+            "processor": processor[1] if processor else platform.machine(),
             "cores": os.cpu_count() or 1,
             "threads of torch": torch.get_num_threads(),
             "accelerator": str(torch.accelerator.current_accelerator() or "none"),
@@ -144,76 +133,69 @@ def _sections(facts: Mapping[str, Any]) -> dict[str, Section]:
     }
 
 
-def _abilities(report: HostReport, facts: Mapping[str, Any]) -> dict[str, Ability]:
+def _installed() -> dict[str, str]:
+    installed = {one.name.lower(): one.version for one in importlib.metadata.distributions()}
+    return {name: installed.get(name, "not installed") for name in ("triton", "numpy", "pydantic")}
+
+
+def _works(report: HostReport, facts: Mapping[str, Any]) -> dict[str, Answer]:
     shared: int = facts.get("free_shared_memory_bytes") or 0
-    has_room = shared > 0 and os.access("/dev/shm", os.W_OK)
-    pages = PagePool.is_possible()
+    has_room, pages, ssh = shared > 0 and os.access("/dev/shm", os.W_OK), PagePool.is_possible(), shutil.which("ssh")
+    old_linux = f"needs Linux 5.7 or newer, found {platform.release()}"
+    no_ssh = "no `ssh` in the path; install OpenSSH's client to start jobs on other hosts"
     return {
         "cuda": _cuda(report),
         "nccl": _nccl(),
         "triton kernels": _triton(),
         "c++ compiler": _compiler(),
         "cpu update kernel": _cpu_kernel(),
-        "shared-memory transport": Ability(
-            has_room, f"{size_text(shared)} free in /dev/shm" if has_room else "/dev/shm is full or read-only"
+        "shared-memory transport": (
+            has_room,
+            f"{size_text(shared)} free in /dev/shm" if has_room else "/dev/shm is full or read-only",
         ),
-        "parameters on nvme": Ability(
-            pages, "the kernel can move pages" if pages else f"needs Linux 5.7 or newer, found {platform.release()}"
-        ),
-        "ssh": _version_line(["ssh", "-V"])
-        if shutil.which("ssh")
-        else Ability(False, "no `ssh` in the path; install OpenSSH's client to start jobs on other hosts"),
+        "parameters on nvme": (pages, "the kernel can move pages" if pages else old_linux),
+        "ssh": (ssh is not None, ssh or no_ssh),
     }
 
 
-def _cuda(report: HostReport) -> Ability:
+def _cuda(report: HostReport) -> Answer:
     if torch.cuda.is_available():
-        return Ability(True, f"torch finds {torch.cuda.device_count()} devices")
+        return True, f"torch finds {torch.cuda.device_count()} devices"
     if torch.version.cuda is None and torch.version.hip is None:
         hint = f", but this host has {len(report.devices)} accelerators; install a GPU build" if report.devices else ""
-        return Ability(False, f"torch {torch.__version__} is built without CUDA{hint}")
+        return False, f"torch {torch.__version__} is built without CUDA{hint}"
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        return Ability(False, "CUDA_VISIBLE_DEVICES is empty, which hides all devices")
-    return Ability(False, "torch finds no device" + ("; check the version of the driver" if report.devices else ""))
+        return False, "CUDA_VISIBLE_DEVICES is empty, which hides all devices"
+    return False, "torch finds no device" + ("; check the version of the driver" if report.devices else "")
 
 
-def _nccl() -> Ability:
+def _nccl() -> Answer:
     if not torch.cuda.is_available():
-        return Ability(False, "needs CUDA devices; CPU ranks use gloo and shared memory")
+        return False, "needs CUDA devices; CPU ranks use gloo and shared memory"
     try:
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        return True, "version " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError) as error:
-        return Ability(False, f"torch is built without NCCL ({error})")
-    return Ability(True, "version " + ".".join(map(str, version)))
+        return False, f"torch is built without NCCL ({error})"
 
 
-def _triton() -> Ability:
+def _triton() -> Answer:
     if not has_triton():
-        return Ability(False, "triton is not installed; eager torch operations replace it, slower on a GPU")
+        return False, "triton is not installed; eager torch operations replace it, slower on a GPU"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return Ability(True, "in the interpreter (TRITON_INTERPRET=1): slow, for tests")
+        return True, "in the interpreter (TRITON_INTERPRET=1): slow, for tests"
     if not torch.cuda.is_available():
-        return Ability(False, "needs a GPU; eager torch operations replace it")
-    return Ability(True, f"triton {_version_of('triton')}")
+        return False, "needs a GPU; eager torch operations replace it"
+    return True, f"triton {_installed()['triton']}"
 
 
-def _compiler() -> Ability:
+def _compiler() -> Answer:
     try:
-        return _version_line([*find_compiler(), "--version"])
+        return True, " ".join(find_compiler())  # its version is among the facts of torch
     except BuildError as error:
-        return Ability(False, str(error))
+        return False, str(error)
 
 
-def _version_line(command: Sequence[str]) -> Ability:
-    """Run a program's version command. The reason is the first line of its output."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
-        lines = (done.stdout or done.stderr).splitlines()
-        return Ability(True, f"{command[0]}: {lines[0] if lines else 'prints no version'}")
-    return Ability(False, f"{command[0]} cannot be run")
-
-
-def _cpu_kernel() -> Ability:
+def _cpu_kernel() -> Answer:
     """Build the C++ update kernel as a training does. The reason is the line that the build logs."""
     lines: list[str] = []
 
@@ -228,31 +210,21 @@ def _cpu_kernel() -> Ability:
     try:
         kernel = cpu_kernel()
     except ValueError as error:
-        return Ability(False, str(error))
+        return False, str(error)
     finally:
         logger.removeFilter(keep)
         logger.setLevel(level)
-    return Ability(kernel is not None, lines[-1].removeprefix("CPU optimizer: ") if lines else "built before")
+    return kernel is not None, lines[-1].removeprefix("CPU optimizer: ") if lines else "built before"
 
 
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def _as_json(sections: Mapping[str, Section], works: Mapping[str, Answer]) -> str:
+    answers = {name: {"works": does, "why": why} for name, (does, why) in works.items()}
+    return json.dumps({**sections, "works": answers}, indent=2)
 
 
-def _as_json(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
-    return json.dumps({**sections, "works": {name: able._asdict() for name, able in abilities.items()}}, indent=2)
-
-
-def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) -> str:
-    blocks: dict[str, dict[str, str]] = {
-        name: {key.removesuffix("_bytes"): _with_unit(key, value) for key, value in section.items()}
-        for name, section in sections.items()
-        if section
-    }
-    blocks["works"] = {name: f"{'yes' if able else 'no ':<3}  {why}" for name, (able, why) in abilities.items()}
+def _as_text(sections: Mapping[str, Section], works: Mapping[str, Answer]) -> str:
+    blocks = {name: dict(map(_with_unit, section.items())) for name, section in sections.items() if section}
+    blocks["works"] = {name: f"{'yes' if does else 'no ':<3}  {why}" for name, (does, why) in works.items()}
     width = max(len(key) for block in blocks.values() for key in block)
     return "\n\n".join(
         "\n".join([name, *(f"  {key:<{width}}  {value}" for key, value in block.items())])
@@ -260,5 +232,7 @@ def _as_text(sections: Mapping[str, Section], abilities: Mapping[str, Ability]) 
     )
 
 
-def _with_unit(key: str, value: str | int | float) -> str:
-    return size_text(value) if key.endswith("_bytes") and isinstance(value, int) else str(value)
+def _with_unit(entry: tuple[str, str | int | float]) -> tuple[str, str]:
+    key, value = entry
+    is_size = key.endswith("_bytes") and isinstance(value, int)
+    return key.removesuffix("_bytes"), size_text(int(value)) if is_size else str(value)

@@ -107,11 +107,6 @@ def run_checks(request: CheckRequest) -> list[CheckResult]:
     return [CheckResult("clock_start", start), *found.values(), CheckResult("clock_end", time.time())]
 
 
-def versions() -> dict[str, str]:
-    """Return the installed versions of "python", "torch" and "lowtide"; "" if missing."""
-    return {"python": _python(), **{name: _version(name) for name in PACKAGES}}
-
-
 def _python() -> str:
     return ".".join(map(str, sys.version_info[:3]))
 

@@ -104,8 +104,8 @@ def test_what_does_not_work_says_why(
 
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch is built for GPUs")
 def test_a_torch_without_cuda_beside_accelerators_is_pointed_out() -> None:
-    found = env._cuda(HostReport("cuda", (Device(("0",), "H100"), Device(("1",), "H100")), ((0,),)))
-    assert not found.works and found.why.endswith("without CUDA, but this host has 2 accelerators; install a GPU build")
+    works, why = env._cuda(HostReport("cuda", (Device(("0",), "H100"), Device(("1",), "H100")), ((0,),)))
+    assert not works and why.endswith("without CUDA, but this host has 2 accelerators; install a GPU build")
 
 
 def test_nothing_tells_who_and_where_this_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,16 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
 Dtype = Literal["fp32", "bf16", "fp16"]
@@ -49,10 +58,26 @@ def _folder(value: object) -> object:
     return value
 
 
+def worded(words: str) -> WrapValidator:
+    """Describe every fault of a value by these words: pydantic lists a fault for each type of a union."""
+
+    def check(value: object, validate: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise PydanticCustomError("value_error", words) from None  # type: ignore[arg-type]
+
+    return WrapValidator(check)
+
+
 Bool = StrictBool
 Int = Annotated[int, BeforeValidator(_integer)]
 Float = Annotated[float, BeforeValidator(_number)]
 Natural = Annotated[Int, Field(ge=0)]
 Positive = Annotated[Int, Field(ge=1)]
 NonNegative = Annotated[Float, Field(ge=0)]
+Patterns = Annotated[
+    Literal["auto"] | Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1)],
+    worded('expected "auto" or a list of patterns of module names'),
+]
 Folder = Annotated[str | None, BeforeValidator(_folder), Field(json_schema_extra={"minLength": 1})]

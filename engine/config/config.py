@@ -36,6 +36,7 @@ from .errors import (
     no_effect,
     shown,
     unknown_key,
+    value_at,
 )
 from .kernels import KernelsConfig, TilesConfig
 from .optimizer import OptimizerConfig
@@ -201,7 +202,7 @@ class Config(Section):
         chosen = planned(translation.auto_paths)
         notes = fill_notes + unread_notes + translation.notes
         notes += [
-            f'{path}: "auto" is {shown(_value_at(config, path))}: {AUTO[path]}'
+            f'{path}: "auto" is {shown(value_at(config, path))}: {AUTO[path]}'
             for path in translation.auto_paths
             if path not in BATCH_KEYS and path not in chosen
         ]
@@ -233,7 +234,7 @@ class Config(Section):
         """Return the config that a plan has chosen, with a note for each value. values: of a file without "auto"."""
         made = Config.load(values)
         chosen = [
-            f'{key}: "auto" is {shown(_value_at(made, key))}: {reasons[key]}'
+            f'{key}: "auto" is {shown(value_at(made, key))}: {reasons[key]}'
             for key in self._planned_keys
             if key in reasons
         ]
@@ -355,13 +356,6 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
     divisor = math.lcm(zero.shard_size or zero.partition_size, config.parallel.expert)
     same = config.parallel.ranks_of_sample
     return KeptBatch(first, first_world_size, same, micro is not None, can_accumulate, divisor)
-
-
-def _value_at(config: Config, path: str) -> object:
-    value: object = config
-    for key in path.split("."):
-        value = getattr(value, key)
-    return value
 
 
 def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Fault]:

@@ -6,8 +6,9 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Literal
 
 from ...configs.section import Section
@@ -106,9 +107,33 @@ def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
     return Fault(path, "unknown", f"unknown key {shown(key)}{hint}")
 
 
+def type_in(section: Mapping[str, object], path: str, known: Iterable[str]) -> str | Fault:
+    """Return the `type` of an optimizer or scheduler as written, or the fault that it is missing or no text."""
+    expected = f"expected one of {', '.join(known)}"
+    if "type" not in section:
+        return Fault(f"{path}.type", "missing", expected)
+    written = section["type"]
+    return written if isinstance(written, str) else Fault(f"{path}.type", "type", f"{expected}, found {shown(written)}")
+
+
 def no_effect(path: str, value: object, reason: str) -> str:
     """Return the note on a setting without effect."""
     return f"{path}: {shown(value)} has no effect here: {reason}"
+
+
+def value_at(config: Any, path: str) -> object:
+    """Return the value of a key of a `Config`."""
+    return reduce(getattr, path.split("."), config)
+
+
+def needs(what: str, wanted: Mapping[str, tuple[tuple[object, ...], str]], config: Any) -> list[Fault]:
+    """Return a fault for each key whose value `what` does not accept. wanted: path -> accepted values, and why."""
+    found = [(path, value_at(config, path), *of_key) for path, of_key in wanted.items()]
+    return [
+        Fault(path, "conflict", f"{what} needs {' or '.join(map(shown, accepted))}, found {shown(value)}: {why}")
+        for path, value, accepted, why in found
+        if value not in accepted
+    ]
 
 
 class ConfigSection(Section):

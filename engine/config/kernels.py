@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Natural
+from ...configs.section import Bool, Natural, Patterns, worded
 from .errors import ConfigSection, shown
 
 BackendName = Literal["auto", "triton", "reference"]
@@ -15,13 +15,8 @@ FUSION_NAMES: tuple[str, ...] = get_args(FusionName)
 KERNEL_NAMES = (*FUSION_NAMES, "optimizer_step")
 
 
-def _fuse_modules(value: object) -> object:
-    if value == "auto" or isinstance(value, bool):
-        return value
-    if isinstance(value, list | tuple) and all(isinstance(name, str) and name in FUSION_NAMES for name in value):
-        return tuple(dict.fromkeys(value))
-    names = ", ".join(f'"{name}"' for name in FUSION_NAMES)
-    raise PydanticCustomError("value_error", f'expected "auto", true, false or a list of {names}')
+def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(names))
 
 
 class KernelsConfig(ConfigSection):
@@ -34,8 +29,8 @@ class KernelsConfig(ConfigSection):
     the optimizer). "triton": Triton, or an error. "reference": eager torch."""
 
     fuse_modules: Annotated[
-        Literal["auto"] | bool | tuple[FusionName, ...],
-        BeforeValidator(_fuse_modules),
+        Literal["auto"] | Bool | Annotated[tuple[FusionName, ...], AfterValidator(_each_once)],
+        worded('expected "auto", true, false or a list of ' + ", ".join(f'"{name}"' for name in FUSION_NAMES)),
     ] = "auto"
     """Replace modules by fused ones. true: all known ones. "auto": true if Triton runs, but leave the layers of
     compiled blocks to torch.compile. Or a list of the keys below up to linear_cross_entropy."""
@@ -91,14 +86,6 @@ def _size(value: object) -> object:
     raise PydanticCustomError("value_error", 'expected "auto" or the tokens of a tile (0: no tiles)')
 
 
-def _modules(value: object) -> object:
-    if value == "auto":
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(item, str) and item for item in value):
-        return tuple(value)
-    raise PydanticCustomError("value_error", 'expected "auto" or a list of patterns of module names')
-
-
 class TilesConfig(ConfigSection):
     """Compute in tiles of tokens, with the same gradients: see docs/long-sequences.md. `"auto"` or a number in place of
     the section sets both sizes.
@@ -114,7 +101,7 @@ class TilesConfig(ConfigSection):
     """Tokens of a tile of head and cross-entropy, without logits of all tokens. "auto": the width of the head's input,
     at least 256. 0: off."""
 
-    modules: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_modules)] = "auto"
+    modules: Patterns = "auto"
     """The MLPs. "auto": modules with the name of an MLP that hold only linear layers, activations, norms and dropout.
     Or a list of name patterns (`*`, `?`) of modules that act on each token alone."""
 

@@ -1,12 +1,12 @@
 """The section `optimizer`: a type, and the parameters of its record in `optimizers/`."""
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import OptimizerParams, State, StateDtype
-from .errors import ConfigSection, Fault, did_you_mean, no_effect, shown
+from .errors import ConfigSection, Fault, did_you_mean, needs, no_effect, shown, type_in
 
 
 class OptimizerConfig(ConfigSection):
@@ -49,9 +49,8 @@ class OptimizerConfig(ConfigSection):
         return OPTIMIZERS[self.type].states_for(self.options)
 
     def faults(self, config: Any) -> list[Fault]:
-        found = _whole_faults(self.type, config)
-        found += [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in self.params.conflicts()]
-        return found + (_sign_faults(self.type, config) if OPTIMIZERS[self.type].sends_signs else [])
+        found = [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in self.params.conflicts()]
+        return found + _conflicts(self.type, config)
 
     def notes(self, config: Any) -> list[str]:
         if self.state_dtype == "fp32" or self.states:
@@ -92,11 +91,9 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
 
     `section` has no comments and no "auto". `adam_w_mode` is taken out of params, since it chooses the type.
     """
-    written = section.get("type")
-    if not isinstance(written, str):
-        kind: Literal["type", "missing"] = "type" if "type" in section else "missing"
-        found = f", found {shown(written)}" if "type" in section else ""
-        return None, [], [Fault("optimizer.type", kind, f"expected one of {', '.join(OPTIMIZERS)}{found}")]
+    written = type_in(section, "optimizer", OPTIMIZERS)
+    if isinstance(written, Fault):
+        return None, [], [written]
     name = optimizer_name(written)
     if name in REMOVED:
         return None, [], [Fault("optimizer.type", "unsupported", f"{shown(written)} was removed; {REMOVED[name]}")]
@@ -131,62 +128,28 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     return {**section, "type": name, "params": params}, notes, []
 
 
-def _whole_faults(name: str, config: Any) -> list[Fault]:
-    """Return conflicts of an optimizer that works on whole parameters."""
-    zero, parallel = config.zero_optimization, config.parallel
-    whole = OPTIMIZERS[name].whole
-    if whole is None:
-        return []
-    overlap = zero.offload_optimizer.overlap if zero.offload_optimizer.is_used else "none"
-    wrong = {
-        "zero_optimization.update_in_backward": (zero.update_in_backward, "false", "true"),
-        "zero_optimization.offload_optimizer.overlap": (overlap != "none", '"none"', f'"{overlap}"'),
-        "parallel.tensor": (parallel.tensor > 1, "1", str(parallel.tensor)),
-        "parallel.expert": (parallel.expert > 1, "1", str(parallel.expert)),
-    }
-    if whole.matrix is not None:
-        hpz = zero.partition_size
-        wrong["zero_optimization.zero_hpz_partition_size"] = (hpz > 1, "1", str(hpz))
-        wrong["parallel.sequence"] = (parallel.sequence > 1, "1", str(parallel.sequence))
-    why = "its ranks exchange parts of whole parameters during an update"
-    return [
-        Fault(path, "conflict", f'optimizer.type "{name}" needs {expected}, found {found}: {why}')
-        for path, (is_wrong, expected, found) in wrong.items()
-        if is_wrong
-    ]
-
-
-def _sign_faults(name: str, config: Any) -> list[Fault]:
-    """Return conflicts of an optimizer that sends signs of momenta."""
-    zero, parallel, bf16 = config.zero_optimization, config.parallel, config.bf16
-    alone = "it works with plain data parallelism only"
-    masters = "randomly rounded parameters would differ between ranks"
-    wrong: dict[str, tuple[bool, str, object, str]] = {
-        "zero_optimization.stage": (zero.stage > 0, "0", zero.stage, alone),
-        "parallel.tensor": (parallel.tensor > 1, "1", parallel.tensor, alone),
-        "parallel.sequence": (parallel.sequence > 1, "1", parallel.sequence, alone),
-        "parallel.expert": (parallel.expert > 1, "1", parallel.expert, alone),
-        "zero_optimization.offload_optimizer.device": (
-            zero.offload_optimizer.is_used,
-            '"none"',
-            zero.offload_optimizer.device,
-            "an update sends momenta, so it runs on the model's device",
-        ),
-        "zero_optimization.update_in_backward": (
-            zero.update_in_backward,
-            "false",
-            True,
-            "an update sends momenta, in the same order on all ranks",
-        ),
-        "bf16.masters": (
-            bf16.enabled and bf16.masters is not True,
-            "true",
-            bf16.masters,
-            masters,
-        ),
-    }
-    return [
-        Fault(path, "conflict", f'optimizer.type "{name}" needs {expected}, found {shown(value)}: {why}')
-        for path, (is_wrong, expected, value, why) in wrong.items()
-        if is_wrong
-    ]
+def _conflicts(name: str, config: Any) -> list[Fault]:
+    """Return conflicts of an optimizer that works on whole parameters, or that sends signs of momenta."""
+    zero, whole = config.zero_optimization, OPTIMIZERS[name].whole
+    wanted: dict[str, tuple[tuple[object, ...], str]] = {}
+    if whole is not None:
+        why = "its ranks exchange parts of whole parameters during an update"
+        wanted["zero_optimization.update_in_backward"] = ((False,), why)
+        if zero.offload_optimizer.is_used:
+            wanted["zero_optimization.offload_optimizer.overlap"] = (("none",), why)
+        if whole.matrix is not None and zero.stage == 3:
+            wanted["zero_optimization.zero_hpz_partition_size"] = ((1,), why)
+        axes = ("tensor", "expert") if whole.matrix is None else ("tensor", "sequence", "expert")
+        wanted |= {f"parallel.{axis}": ((1,), why) for axis in axes}
+    if OPTIMIZERS[name].sends_signs:
+        alone = "it works with plain data parallelism only"
+        wanted["zero_optimization.stage"] = ((0,), alone)
+        wanted |= {f"parallel.{axis}": ((1,), alone) for axis in ("tensor", "sequence", "expert")}
+        why = "an update sends momenta, in the same order on all ranks"
+        wanted["zero_optimization.update_in_backward"] = ((False,), why)
+        if zero.offload_optimizer.is_used:
+            why = "an update sends momenta, so it runs on the model's device"
+            wanted["zero_optimization.offload_optimizer.device"] = (("none",), why)
+        if config.bf16.enabled:
+            wanted["bf16.masters"] = ((True,), "randomly rounded parameters would differ between ranks")
+    return needs(f'optimizer.type "{name}"', wanted, config)

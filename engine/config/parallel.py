@@ -2,22 +2,13 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from ...configs.section import Bool, Positive
+from ...configs.section import Bool, Positive, worded
 from ...pipe.schedules.registry import check_counts, is_path, make_schedule
 from ...pipe.schedules.schedule import Schedule, ScheduleError
 from .batch import nearest_divisors
 from .errors import ConfigSection, Fault, printable
-
-
-def _balance(value: object) -> object:
-    if value in ("parameters", "time"):
-        return value
-    if isinstance(value, list | tuple) and value and all(type(count) is int and count > 0 for count in value):
-        return tuple(value)
-    raise PydanticCustomError("value_error", 'expected "parameters", "time" or a list of numbers of blocks')
 
 
 class ParallelConfig(ConfigSection):
@@ -117,7 +108,10 @@ class PipelineConfig(ConfigSection):
     microbatches: Positive | None = None
     """Another name for gradient_accumulation_steps, with or without a pipeline."""
 
-    balance: Annotated[Literal["parameters", "time"] | tuple[int, ...], BeforeValidator(_balance)] = "parameters"
+    balance: Annotated[
+        Literal["parameters", "time"] | Annotated[tuple[Positive, ...], Field(min_length=1)],
+        worded('expected "parameters", "time" or a list of numbers of blocks'),
+    ] = "parameters"
     """Divide blocks over stages by "parameters", by "time" (measured once with initialize's sample_batch), or by a list
     with the number of blocks of each stage."""
 

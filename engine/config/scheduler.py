@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from ...configs.section import Bool, Float, Int, Natural, NonNegative, Positive, Section
-from .errors import ConfigSection, Fault, did_you_mean, shown
+from .errors import ConfigSection, Fault, did_you_mean, shown, type_in
 
 
 class WarmupLRParams(Section):
@@ -235,11 +235,9 @@ class SchedulerConfig(ConfigSection):
 
 def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] | None, list[Fault]]:
     """Return the section with our spelling of the type, or its faults (then without a section)."""
-    written = section.get("type")
-    if not isinstance(written, str):
-        kind: Literal["type", "missing"] = "type" if "type" in section else "missing"
-        found = f", found {shown(written)}" if "type" in section else ""
-        return None, [Fault("scheduler.type", kind, f"expected one of {', '.join(SCHEDULERS)}{found}")]
+    written = type_in(section, "scheduler", SCHEDULERS)
+    if isinstance(written, Fault):
+        return None, [written]
     names = {name.lower(): name for name in SCHEDULERS}
     if written.lower() not in names:
         reason = {name.lower(): why for name, why in NOT_BY_STEPS.items()}.get(written.lower())

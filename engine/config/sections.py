@@ -5,15 +5,9 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive
+from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive, worded
 from ...optimizers import OPTIMIZERS
-from .errors import ConfigSection, Fault, shown
-
-
-def _masters(value: object) -> object:
-    if isinstance(value, bool) or value in ("kahan", "int8"):
-        return value
-    raise PydanticCustomError("value_error", 'expected true, false, "kahan" or "int8"')
+from .errors import ConfigSection, Fault, needs
 
 
 class BF16Config(ConfigSection):
@@ -24,7 +18,7 @@ class BF16Config(ConfigSection):
     enabled: Bool = False
     """Turns bf16 on."""
 
-    masters: Annotated[bool | Literal["kahan", "int8"], BeforeValidator(_masters)] = Field(
+    masters: Annotated[Bool | Literal["kahan", "int8"], worded('expected true, false, "kahan" or "int8"')] = Field(
         default=True, json_schema_extra={"enum": [True, False, "kahan", "int8"]}
     )
     """true: fp32 master weights, 4 bytes each. false: only bf16 parameters; updates are computed in fp32 and rounded at
@@ -135,13 +129,7 @@ class DataTypesConfig(ConfigSection):
     """Dtype in which gradients accumulate over microbatches, also by torch's name ("bfloat16"). null: fp32."""
 
 
-def _bits(value: object) -> object:
-    if value is None or (value in (4, 8) and not isinstance(value, bool)):
-        return value
-    raise PydanticCustomError("value_error", "expected 8, 4 or null (bits of a value in a message)")
-
-
-Bits = Annotated[Literal[4, 8] | None, BeforeValidator(_bits)]
+Bits = Annotated[Literal[4, 8] | None, worded("expected 8, 4 or null (bits of a value in a message)")]
 
 
 class PowerSGDConfig(ConfigSection):
@@ -167,39 +155,21 @@ class PowerSGDConfig(ConfigSection):
     def faults(self, config: Any) -> list[Fault]:
         if not self.rank:
             return []
-        zero, parallel = config.zero_optimization, config.parallel
-        each = "a rank has the gradient of a whole step only at stages 0 and 1"
-        parts = "ranks have only parts of a matrix"
-        final = "its error feedback needs final steps"
-        wrong: dict[str, tuple[bool, str, object, str]] = {
-            "zero_optimization.stage": (zero.stage > 1, "0 or 1", zero.stage, each),
-            "zero_optimization.shard_size": (
-                bool(zero.stage) and zero.shard_size is not None,
-                "null",
-                zero.shard_size,
-                "it sums a gradient over all data-parallel ranks",
-            ),
-            "parallel.tensor": (parallel.tensor > 1, "1", parallel.tensor, parts),
-            "parallel.sequence": (parallel.sequence > 1, "1", parallel.sequence, parts),
-            "parallel.expert": (parallel.expert > 1, "1", parallel.expert, parts),
-            "zero_optimization.update_in_backward": (
-                zero.update_in_backward,
-                "false",
-                True,
-                final,
-            ),
-            "zero_optimization.offload_optimizer.overlap": (
-                zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none",
-                '"none"',
-                zero.offload_optimizer.overlap,
-                final,
-            ),
+        zero, final = config.zero_optimization, "its error feedback needs final steps"
+        wanted: dict[str, tuple[tuple[object, ...], str]] = {
+            "zero_optimization.stage": ((0, 1), "a rank has the gradient of a whole step only at stages 0 and 1"),
+            "zero_optimization.update_in_backward": ((False,), final),
+            **{
+                f"parallel.{axis}": ((1,), "ranks have only parts of a matrix")
+                for axis in ("tensor", "sequence", "expert")
+            },
         }
-        return [
-            Fault(path, "conflict", f"communication.power_sgd needs {expected}, found {shown(value)}: {why}")
-            for path, (is_wrong, expected, value, why) in wrong.items()
-            if is_wrong
-        ]
+        if zero.stage:
+            why = "it sums a gradient over all data-parallel ranks"
+            wanted["zero_optimization.shard_size"] = ((None,), why)
+        if zero.offload_optimizer.is_used:
+            wanted["zero_optimization.offload_optimizer.overlap"] = (("none",), final)
+        return needs("communication.power_sgd", wanted, config)
 
 
 class CommunicationConfig(ConfigSection):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Bool, Float, Folder, Int, Natural, Positive
+from ...configs.section import Bool, Float, Folder, Int, Natural, Patterns, Positive
 from .batch import nearest_divisors
 from .errors import ConfigSection, Fault, shown
 
@@ -25,14 +25,6 @@ def _stage(value: object) -> object:
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
         raise PydanticCustomError("value_error", "expected a stage from 0 to 3: " + STAGES)
     return int(str(value).removesuffix(".0"))
-
-
-def _units(value: object) -> object:
-    if value == "auto":
-        return value
-    if isinstance(value, list | tuple) and value and all(isinstance(item, str) and item for item in value):
-        return tuple(value)
-    raise PydanticCustomError("value_error", 'expected "auto" or a list of patterns of module names')
 
 
 class OffloadSection(ConfigSection):
@@ -199,7 +191,7 @@ class ZeroConfig(ConfigSection):
     States and gradients stay sharded over the shard group, whose size this must divide. Not for `offload_param`. 1:
     off."""
 
-    units: Annotated[Literal["auto"] | tuple[str, ...], BeforeValidator(_units)] = "auto"
+    units: Patterns = "auto"
     """Modules that are gathered and reduced as a whole. "auto": repeated blocks, a large embedding before and a large
     head behind them. Or a list of module name patterns (`*`, `?`). A container without a forward (`ModuleList`) stands
     for its modules."""

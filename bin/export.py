@@ -24,15 +24,15 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
-        if checkpoint.left_out:
+        if left_out := checkpoint.manifest.left_out:
             raise ValueError(
-                f"{checkpoint.path}: expected all parameters, but the checkpoint lacks {len(checkpoint.left_out)} "
+                f"{checkpoint.path}: expected all parameters, but the checkpoint lacks {len(left_out)} "
                 "frozen parameters (checkpoint.exclude_frozen_parameters); load it into an engine, call engine.export"
             )
         plan = export_source(
             checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
             arguments.folder,
-            dtypes=checkpoint.compute_dtypes,
+            dtypes=checkpoint.manifest.compute_dtypes,
             dtype=arguments.dtype,
             shard_bytes=arguments.shard_bytes,
             model_files=files_for(checkpoint, arguments.dtype),
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     files = f"{len(plan.files)} files" if len(plan.files) > 1 else "1 file"
     print(
-        f"{arguments.folder}: {len(plan.places)} tensors of checkpoint {checkpoint.tag}, "
+        f"{arguments.folder}: {len(plan.places)} tensors of checkpoint {checkpoint.manifest.tag}, "
         f"{size_of(plan.total_bytes)} in {files}"
     )
     return 0
@@ -58,8 +58,8 @@ def open_checkpoint(path: str, tag: str | None) -> Checkpoint:
 
 def files_for(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the checkpoint's model files. A Hugging Face config.json gets the dtype of the exported weights."""
-    files = dict(checkpoint.model_files)
-    written = dtype or next((d for d in checkpoint.compute_dtypes.values() if d.is_floating_point), None)
+    files = dict(checkpoint.manifest.model_files)
+    written = dtype or next((d for d in checkpoint.manifest.compute_dtypes.values() if d.is_floating_point), None)
     if isinstance(files.get("config.json"), Mapping) and written is not None:
         name = str(written).removeprefix("torch.")
         files["config.json"] = {"dtype": name, **_with_dtype(files["config.json"], name)}

@@ -10,13 +10,12 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..offload import Checksum
+from ..offload import Checksum, SequentialFile
 
 MAX_VALUES_BYTES = 4 << 20
 """Limit of an archive. Its checksum covers all values, so a reader of a part must read all of them."""
@@ -27,53 +26,28 @@ _NO_HOOKS: OrderedDict[str, Any] = OrderedDict()
 _OLDEST_DATE = (1980, 1, 1, 0, 0, 0)  # a fixed date: equal states give equal files
 
 
-class ByteSink(Protocol):
-    """A file that bytes are appended to. `nbytes`: bytes so far."""
+def write_tensor(
+    file: SequentialFile, values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[int, int, int, int]:
+    """Append a contiguous tensor. values: its bytes.
 
-    @property
-    def nbytes(self) -> int: ...
-    def write(self, data: bytes | memoryview, /) -> int: ...
-    def flush(self) -> None: ...
-
-
-@dataclass(frozen=True)
-class ArchivePlace:
-    """The place of an archive and of its values, in bytes from the start of the file."""
-
-    offset: int
-    nbytes: int
-    values_offset: int
-    values_checksum: int  # of `checksum_of`: the CRC-32 of the zip takes three times as long to verify
-
-
-def write_tensor(sink: ByteSink, values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> ArchivePlace:
-    """Append a contiguous tensor. values: its bytes."""
-    offset = sink.nbytes
-    with zipfile.ZipFile(_Appender(sink), "w") as archive:  # type: ignore[call-overload]
+    Returns the archive's offset in the file and its bytes, the offset of the values, and their checksum.
+    """
+    offset = file.nbytes
+    # The file has no `tell`, so zipfile counts the archive's offsets from here, whatever is before it in the file.
+    with zipfile.ZipFile(file, "w") as archive:  # type: ignore[call-overload]
         _write_entry(archive, "data.pkl", _pickled_tensor(dtype, shape))
         _write_entry(archive, "byteorder", b"little")
         _write_entry(archive, "version", b"3\n")
         entry = _write_entry(archive, "data/0", values)
     values_offset = offset + entry.header_offset + len(entry.FileHeader())
-    return ArchivePlace(offset, sink.nbytes - offset, values_offset, checksum_of(values))
+    # A checksum of our own: the CRC-32 of the zip takes three times as long to verify.
+    return offset, file.nbytes - offset, values_offset, checksum_of(values)
 
 
 def checksum_of(values: memoryview) -> int:
     """Compute the checksum of at most MAX_VALUES_BYTES. Equal in every process."""
     return _CHECKSUM.of(values)
-
-
-class _Appender:
-    """An append-only file for `zipfile`."""
-
-    def __init__(self, sink: ByteSink) -> None:
-        self._sink = sink
-
-    def write(self, data: bytes | memoryview) -> int:
-        return self._sink.write(data)
-
-    def flush(self) -> None:
-        self._sink.flush()
 
 
 def _write_entry(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> zipfile.ZipInfo:

@@ -9,14 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..offload import TensorChunk
 from .archive import MAX_VALUES_BYTES
 from .chunk_view import TensorInfo
 from .dcp import PARAM_GROUPS
 from .files import MANIFEST, CheckpointError, check_regular, data_name, index_name, read_regular, shortened
-from .index import FileEntry, LeftOut, Manifest, RankIndex, Row, RowsByName, rows_by_name
+from .index import FileEntry, Manifest, RankIndex, Row, RowsByName, rows_by_name
 from .reader import CheckpointReader
 
 MODEL = "model."
@@ -37,30 +35,6 @@ class Checkpoint:
         self.manifest = Manifest.read(path / MANIFEST)
         for entry in self.manifest.files:
             self._check_size(entry.name, entry.nbytes)
-
-    @property
-    def tag(self) -> str:
-        return self.manifest.tag
-
-    @property
-    def compute_dtypes(self) -> dict[str, torch.dtype]:
-        """The compute dtype of each parameter."""
-        return self.manifest.compute_dtypes
-
-    @property
-    def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters -> the first name, which has the values."""
-        return self.manifest.aliases
-
-    @property
-    def left_out(self) -> dict[str, LeftOut]:
-        """Parameters that are not in the checkpoint because they did not change, by model names."""
-        return self.manifest.left_out
-
-    @property
-    def model_files(self) -> dict[str, Any]:
-        """Files to write beside exported weights: name -> JSON content."""
-        return self.manifest.model_files
 
     @property
     def weights(self) -> CheckpointReader:
@@ -132,7 +106,7 @@ class Checkpoint:
     def _index(self, entry: FileEntry) -> RankIndex:
         text = self._read_small(entry)
         try:
-            return RankIndex.parse(text)
+            return RankIndex.from_json(text)
         except ValueError as error:
             raise CheckpointError(f"{self.path / entry.name}: expected the index of a rank; {error}") from None
 
@@ -177,13 +151,12 @@ def check_coverage(tensors: Mapping[str, TensorInfo], rows: RowsByName, file_siz
 
 
 def _check_place(row: Row, info: TensorInfo | None, file_nbytes: int, rank: int) -> None:
-    place = row.place
-    nbytes = place.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
-    values_end, end = place.values_offset + nbytes, place.offset + place.nbytes
-    if not (place.offset <= place.values_offset and values_end <= end <= file_nbytes and nbytes <= MAX_VALUES_BYTES):
+    nbytes = row.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
+    values_end, end = row.values_offset + nbytes, row.offset + row.nbytes
+    if not (row.offset <= row.values_offset and values_end <= end <= file_nbytes and nbytes <= MAX_VALUES_BYTES):
         raise ValueError(
-            f"the index of rank {rank} says that {nbytes} bytes of {shortened(row.name)} are at {place.values_offset}, "
-            f"in an archive from {place.offset} to {end}, in a file of {file_nbytes} bytes; a box has at most "
+            f"the index of rank {rank} says that {nbytes} bytes of {shortened(row.name)} are at {row.values_offset}, "
+            f"in an archive from {row.offset} to {end}, in a file of {file_nbytes} bytes; a box has at most "
             f"{MAX_VALUES_BYTES} bytes, and lies in its archive"
         )
 

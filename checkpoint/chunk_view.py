@@ -7,13 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import torch
+from pydantic import PlainSerializer, PlainValidator
+from pydantic_core import PydanticCustomError
 from torch import Tensor
 
 from ..offload import Memory, TensorChunk
-from .files import shortened
+from .files import Count
 
 
 @dataclass(frozen=True)
@@ -80,20 +82,28 @@ def _dtypes() -> Mapping[str, torch.dtype]:
     return {name: dtype for name, dtype in found.items() if not name.startswith(("q", "bits"))}
 
 
-def dtype_named(name: str, where: str) -> torch.dtype:
-    """Look up a dtype such as "float32". Raises ValueError with the place."""
-    dtype = _dtypes().get(name)
+def dtype_named(name: object) -> torch.dtype:
+    """Look up a dtype such as "float32"; return a dtype unchanged. Raises ValueError."""
+    dtype = name if isinstance(name, torch.dtype) else _dtypes().get(name) if isinstance(name, str) else None
     if dtype is None:
-        raise ValueError(f"{shortened(where)}: expected a dtype such as 'float32', found {shortened(name)}")
+        raise PydanticCustomError("dtype", "expected a dtype such as 'float32'")
     return dtype
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in files, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+NamedDtype = Annotated[torch.dtype, PlainValidator(dtype_named), PlainSerializer(name_of)]
 
 
 @dataclass(frozen=True)
 class TensorInfo:
     """Shape and dtype of a tensor in files."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    shape: tuple[Count, ...]
+    dtype: NamedDtype
 
     @property
     def nbytes(self) -> int:

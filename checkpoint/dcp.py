@@ -76,7 +76,7 @@ def metadata_bytes(
     storage: dict[types.MetadataIndex, _StorageInfo] = {}
 
     def storage_of(rank: int, row: Row) -> _StorageInfo:
-        return _StorageInfo(data_name(rank), row.place.offset, row.place.nbytes)
+        return _StorageInfo(data_name(rank), row.offset, row.nbytes)
 
     def add_tensor(name: str, info: TensorInfo, source: str) -> None:
         chunks = []

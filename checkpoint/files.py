@@ -9,6 +9,15 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path, PurePath
+from typing import Annotated
+
+from pydantic import Field
+
+# Values of files. Strict: "1" and true are no numbers. At most 63 bits: torch's sizes and offsets are int64.
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+Flag = Annotated[bool, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+Text = Annotated[str, Field(strict=True)]
 
 LATEST = "latest"
 MANIFEST = "lowtide.json"

@@ -26,9 +26,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -39,7 +37,10 @@ from .files import (
     LATEST,
     MANIFEST,
     CheckpointError,
+    Count,
     NoCheckpointError,
+    Number,
+    Text,
     check_tag,
     data_name,
     folder_path,
@@ -47,7 +48,7 @@ from .files import (
     read_regular,
     write_durably,
 )
-from .index import LAST_MOMENT, FileEntry, Manifest, RankIndex, rows_by_name
+from .index import LAST_MOMENT, FileContent, FileEntry, Manifest, RankIndex, rows_by_name
 
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
@@ -140,7 +141,7 @@ class CheckpointFolder:
         target = self.saving_folder(tag)
         shutil.rmtree(target, ignore_errors=True)
         try:
-            self._owner_of(tag).write_text(json.dumps(WritingProcess.this().as_dict()))
+            self._owner_of(tag).write_text(WritingProcess.this().model_dump_json())
             target.mkdir()
         except OSError:
             self.discard(tag)
@@ -160,7 +161,7 @@ class CheckpointFolder:
         ranks = []
         for rank in range(manifest.num_files):
             text = (saving / index_name(rank)).read_bytes()
-            ranks.append(RankIndex.parse(text))
+            ranks.append(RankIndex.from_json(text))
             files.append(FileEntry(name=data_name(rank), nbytes=ranks[-1].file_nbytes, crc32=None))
             files.append(FileEntry(name=index_name(rank), nbytes=len(text), crc32=zlib.crc32(text)))
         prefixed = {f"model.{alias}": f"model.{name}" for alias, name in manifest.aliases.items()}
@@ -169,7 +170,8 @@ class CheckpointFolder:
         metadata = metadata_bytes(manifest.tensors, prefixed, optimizer, rows)
         write_durably(saving / DCP_METADATA, metadata)
         files.append(FileEntry(name=DCP_METADATA, nbytes=len(metadata), crc32=zlib.crc32(metadata)))
-        replace(manifest, files=tuple(files), saved_at=self._next_moment()).write(saving / MANIFEST)
+        complete = {"files": tuple(files), "saved_at": self._next_moment()}
+        manifest.model_copy(update=complete).write(saving / MANIFEST)
         _sync_folder(saving)
         self._take_name(saving, manifest.tag)
         if is_latest:
@@ -283,7 +285,7 @@ class CheckpointFolder:
 def _is_abandoned(owner: Path, saving: Path) -> bool:
     """Return True if the owner is known to be gone, or died before it wrote anything."""
     try:
-        return WritingProcess.of(json.loads(read_regular(owner))).is_dead
+        return bool(WritingProcess.parse(json.loads(read_regular(owner))).is_dead)
     except (ValueError, RecursionError):
         return not saving.exists()
 
@@ -308,28 +310,16 @@ def _sync_folder(folder: Path) -> None:
 # -- the writing process ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class WritingProcess:
+class WritingProcess(FileContent):
     """The identity of a process for other processes on its host."""
 
-    host: str  # boot id and pid namespace (containers number their processes separately); "" if unknown
-    pid: int
-    started: float  # seconds since 1970, since the system reuses pids
+    host: Text  # boot id and pid namespace (containers number their processes separately); "" if unknown
+    pid: Count
+    started: Number  # seconds since 1970, since the system reuses pids
 
     @classmethod
     def this(cls) -> WritingProcess:
-        return cls(_host(), os.getpid(), psutil.Process().create_time())
-
-    @classmethod
-    def of(cls, content: Any) -> WritingProcess:
-        """Read the content of `as_dict` from a file. Raises ValueError."""
-        try:
-            return cls(str(content["host"]), int(content["pid"]), float(content["started"]))
-        except (KeyError, TypeError, OverflowError) as error:
-            raise ValueError(f"expected host, pid and started; {error!r}") from error
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return cls(host=_host(), pid=os.getpid(), started=psutil.Process().create_time())
 
     @property
     def is_dead(self) -> bool:

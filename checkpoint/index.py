@@ -15,19 +15,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
-import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 
 from ..offload import TensorChunk
-from .archive import ArchivePlace
-from .chunk_view import TensorInfo, dtype_named
+from .chunk_view import NamedDtype, TensorInfo, name_of
 from .files import (
     DCP_METADATA,
     CheckpointError,
+    Count,
+    Flag,
+    Text,
     check_model_file,
     check_tag,
     data_name,
@@ -40,20 +41,16 @@ from .values import check_depth
 
 FORMAT = 1
 
-Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
 _Checksum = Annotated[int, Field(strict=True, ge=0, lt=1 << 64)]
-Flag = Annotated[bool, Field(strict=True)]
-Number = Annotated[float, Field(strict=True)]
-Text = Annotated[str, Field(strict=True)]
 _TOPOLOGY = frozenset({"world_size", "stage", "shard_size", "replicas"})
 LAST_MOMENT = 1 << 37  # seconds since 1970: the limit of `datetime`
 _Seconds = Annotated[float, Field(strict=True, ge=0, lt=LAST_MOMENT)]
 
 
 class FileContent(BaseModel):
-    """An object from a file with checked types. Unknown keys, from later versions, are ignored."""
+    """An object of a file. Its types are checked. Unknown keys, from later versions, are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     @classmethod
     def parse(cls, content: Any) -> Any:
@@ -74,63 +71,38 @@ def first_fault(error: ValidationError) -> str:
 # -- the index of a rank ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Row:
-    """A chunk of a tensor, and the place of its archive in the file of the rank that wrote it."""
+class Row(NamedTuple):
+    """A chunk of a tensor, and the place of its archive and of its values in the file of the rank that wrote it."""
 
-    name: str
-    chunk: TensorChunk
-    place: ArchivePlace
+    name: Text
+    offsets: tuple[Count, ...]  # of the chunk in the tensor
+    sizes: tuple[Count, ...]
+    offset: Count  # of the archive, in bytes from the start of the file
+    nbytes: Count  # of the archive
+    values_offset: Count  # from the start of the file
+    values_checksum: _Checksum
 
-    def as_list(self) -> list[Any]:
-        place = self.place
-        return [
-            self.name,
-            self.chunk.offsets,
-            self.chunk.sizes,
-            place.offset,
-            place.nbytes,
-            place.values_offset,
-            place.values_checksum,
-        ]
-
-    @classmethod
-    def from_list(cls, values: Sequence[Any]) -> Row:
-        name, offsets, sizes, *place = values
-        return cls(name, TensorChunk(tuple(offsets), tuple(sizes)), ArchivePlace(*place))
+    @property
+    def chunk(self) -> TensorChunk:
+        return TensorChunk(self.offsets, self.sizes)
 
 
-_RowContent = tuple[Text, tuple[Count, ...], tuple[Count, ...], Count, Count, Count, _Checksum]
-
-
-class _IndexContent(FileContent):
-    file_nbytes: Count
-    rows: list[_RowContent]
-    own_state: Any
-
-
-@dataclass(frozen=True)
-class RankIndex:
+class RankIndex(FileContent):
     """The content of a rank's file, and state of this rank alone, such as its random state."""
 
-    file_nbytes: int
+    file_nbytes: Count
     rows: tuple[Row, ...]
     own_state: Any  # encoded by `values`
 
     def write(self, path: Path) -> None:
-        content = {
-            "file_nbytes": self.file_nbytes,
-            "rows": [row.as_list() for row in self.rows],
-            "own_state": self.own_state,
-        }
-        write_durably(path, json.dumps(content, separators=(",", ":")).encode())
+        write_durably(path, _canonical(dict(self)))
 
     @classmethod
-    def parse(cls, text: bytes) -> RankIndex:
+    def from_json(cls, text: bytes) -> RankIndex:
         """Raise ValueError if it is not consistent in itself."""
-        content: _IndexContent = _IndexContent.parse(_parsed(text))
-        check_depth(content.own_state, "own_state")
-        return cls(content.file_nbytes, tuple(map(Row.from_list, content.rows)), content.own_state)
+        found: RankIndex = cls.parse(_parsed(text))
+        check_depth(found.own_state, "own_state")
+        return found
 
 
 RowsByName = Mapping[str, Sequence[tuple[int, Row]]]
@@ -150,11 +122,23 @@ def rows_by_name(ranks: Sequence[RankIndex]) -> RowsByName:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class LeftOut(TensorInfo):
     """A frozen parameter that is stored elsewhere. digest: of its values, 16 hex digits."""
 
-    info: TensorInfo
-    digest: str
+    digest: Text
+
+
+def _from_list(value: object) -> object:
+    """Name the fields of a `TensorInfo` or `LeftOut`, which is a list in files."""
+    return dict(zip(("dtype", "shape", "digest"), value, strict=False)) if isinstance(value, list) else value
+
+
+_Info = Annotated[
+    TensorInfo, BeforeValidator(_from_list), PlainSerializer(lambda info: [name_of(info.dtype), info.shape])
+]
+_LeftOut = Annotated[
+    LeftOut, BeforeValidator(_from_list), PlainSerializer(lambda one: [name_of(one.dtype), one.shape, one.digest])
+]
 
 
 class FileEntry(FileContent):
@@ -165,42 +149,24 @@ class FileEntry(FileContent):
     crc32: Count | None
 
 
-class _ManifestContent(FileContent):
-    format: Count
-    tag: Text
-    step: Count
-    saved_at: _Seconds
-    has_own_tag: Flag
-    versions: dict[str, Text]
-    topology: dict[str, Count]
-    tensors: dict[str, tuple[Text, tuple[Count, ...]]]
-    compute_dtypes: dict[str, Text]
-    aliases: dict[str, Text]
-    training: Any
-    config: dict[str, Any]
-    model_files: dict[str, Any]
-    files: tuple[FileEntry, ...]
-    left_out: dict[str, tuple[Text, tuple[Count, ...], Text]] = {}
-
-
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(FileContent):
     """The description of a checkpoint. Tensors are named "model.NAME", "optim.state.NAME.STATE" and "ema.NAME"."""
 
-    tag: str
-    step: int
-    saved_at: float  # seconds since 1970, later than the checkpoint before it
-    has_own_tag: bool  # the caller chose the tag: the checkpoint is never deleted to make room
-    versions: dict[str, str]
-    topology: dict[str, int]  # world_size, stage, shard_size, replicas
-    tensors: dict[str, TensorInfo]
-    compute_dtypes: dict[str, torch.dtype]  # of the parameters, by model names
-    aliases: dict[str, str]  # further names of tied parameters -> the first name
+    tag: Text
+    step: Count
+    saved_at: _Seconds  # seconds since 1970, later than the checkpoint before it
+    has_own_tag: Flag  # the caller chose the tag: the checkpoint is never deleted to make room
+    versions: dict[str, Text]
+    topology: dict[str, Count]  # world_size, stage, shard_size, replicas
+    tensors: dict[str, _Info]
+    compute_dtypes: dict[str, NamedDtype]  # of the parameters, by model names
+    aliases: dict[str, Text]  # further names of tied parameters -> the first name, which has the values
     training: Any  # state of the engine besides tensors, encoded by `values`
     config: dict[str, Any]
-    model_files: dict[str, Any] = field(default_factory=dict)  # name -> JSON content, written beside an export
+    model_files: dict[str, Any] = {}  # name -> JSON content, written beside an export
     files: tuple[FileEntry, ...] = ()
-    left_out: dict[str, LeftOut] = field(default_factory=dict)  # frozen parameters stored elsewhere, by model names
+    left_out: dict[str, _LeftOut] = {}  # frozen parameters stored elsewhere, by model names
+    format: Count = FORMAT
 
     @property
     def num_files(self) -> int:
@@ -213,15 +179,8 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         """Raise OSError, or ValueError for content that could not be read again."""
-        content = {**asdict(self), "format": FORMAT}
-        content["tensors"] = {name: [_text(info.dtype), info.shape] for name, info in self.tensors.items()}
-        content["compute_dtypes"] = {name: _text(dtype) for name, dtype in self.compute_dtypes.items()}
-        content["left_out"] = {
-            name: [_text(one.info.dtype), one.info.shape, one.digest] for name, one in self.left_out.items()
-        }
-        content["files"] = [dict(entry) for entry in self.files]
-        text = _canonical(content)
-        self._parse(json.loads(text))
+        text = _canonical({**self.model_dump(mode="json"), "format": FORMAT})
+        self._checked(json.loads(text))
         write_durably(path, b'{"crc32": %d, "content": %s}\n' % (zlib.crc32(text), text))
 
     @classmethod
@@ -247,39 +206,29 @@ class Manifest:
                 f"{path}: expected a format of at most {FORMAT}, found a format of a later version. Update lowtide."
             )
         try:
-            return cls._parse(content)
+            return cls._checked(content)
         except ValueError as error:
             raise CheckpointError(f"{path}: expected the description of a checkpoint; {error}") from None
 
     @classmethod
-    def _parse(cls, found: Any) -> Manifest:
+    def _checked(cls, content: Any) -> Manifest:
         """Raise ValueError with the place of the fault."""
-        content: _ManifestContent = _ManifestContent.parse(found)
-        check_tag(content.tag)
-        for name in content.model_files:
+        found: Manifest = cls.parse(content)
+        check_tag(found.tag)
+        for name in found.model_files:
             check_model_file(name)
-        check_depth([content.training, content.config, content.model_files], "training, config or model_files")
-        tensors = {
-            name: TensorInfo(shape, dtype_named(dtype, name)) for name, (dtype, shape) in content.tensors.items()
-        }
-        compute_dtypes = {name: dtype_named(text, name) for name, text in content.compute_dtypes.items()}
-        for name in (*compute_dtypes, *content.aliases.values()):
-            if f"model.{name}" not in tensors:
+        check_depth([found.training, found.config, found.model_files], "training, config or model_files")
+        for name in (*found.compute_dtypes, *found.aliases.values()):
+            if f"model.{name}" not in found.tensors:
                 raise ValueError(f"compute_dtypes and aliases: expected names of tensors, found {shortened(name)}")
-        left_out = {
-            name: LeftOut(TensorInfo(shape, dtype_named(dtype, name)), digest)
-            for name, (dtype, shape, digest) in content.left_out.items()
-        }
-        for name in left_out:
-            if f"model.{name}" in tensors:
+        for name in found.left_out:
+            if f"model.{name}" in found.tensors:
                 raise ValueError(f"left_out: expected names that are not in tensors, found {shortened(name)}")
-        if not content.topology.keys() >= _TOPOLOGY or not content.topology["world_size"]:
-            found = shortened(content.topology)
-            raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, at least 1 rank; found {found}")
-        _check_files(content.files, content.topology["world_size"])
-        values = {**dict(content), "tensors": tensors, "compute_dtypes": compute_dtypes, "left_out": left_out}
-        del values["format"]
-        return cls(**values)
+        if not found.topology.keys() >= _TOPOLOGY or not found.num_files:
+            topology = shortened(found.topology)
+            raise ValueError(f"topology: expected {', '.join(sorted(_TOPOLOGY))}, at least 1 rank; found {topology}")
+        _check_files(found.files, found.num_files)
+        return found
 
 
 def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
@@ -307,7 +256,3 @@ def _parsed(text: bytes) -> Any:
 
 def _canonical(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode()
-
-
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

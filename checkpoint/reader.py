@@ -52,7 +52,7 @@ class _Read:
 
     @property
     def offset(self) -> int:
-        return self.row.place.values_offset
+        return self.row.values_offset
 
     def targets(self) -> list[Tensor]:
         """Return the destination of each intersection: its sizes, with dtype and device of the view."""
@@ -129,11 +129,11 @@ class CheckpointReader:
         for name, rows in self._rows.items():
             for rank, row in rows:
                 info = self.tensors.get(name)
-                nbytes = row.place.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
+                nbytes = row.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
                 by_rank.setdefault(rank, []).append((row, nbytes))
         for rank, members in sorted(by_rank.items()):
             with self._open([rank]) as files:
-                for row, nbytes in sorted(members, key=lambda member: member[0].place.values_offset):
+                for row, nbytes in sorted(members, key=lambda member: member[0].values_offset):
                     self._fill(files[rank], rank, [(row, self._buffer(nbytes).numpy().data)])
                     advance(nbytes)
 
@@ -148,8 +148,9 @@ class CheckpointReader:
             offset += chunk.numel
         found = []
         for rank, row in self._rows.get(chunk_view.name, ()):
+            stored = row.chunk
             common = [
-                _Common(one, chunk, offset) for chunk, offset in chunks if (one := row.chunk.common(chunk)) is not None
+                _Common(one, chunk, offset) for chunk, offset in chunks if (one := stored.common(chunk)) is not None
             ]
             if common:
                 found.append(_Read(rank, row, info, chunk_view, common))
@@ -200,17 +201,17 @@ class CheckpointReader:
         """Read the chunks, close together and sorted by offset, into their memory, and verify them."""
         path = self._folder / data_name(rank)
         try:
-            file.read([FileChunk(row.place.values_offset, memory) for row, memory in rows])
+            file.read([FileChunk(row.values_offset, memory) for row, memory in rows])
         except EndOfFileError as error:
-            row, memory = next(one for one in rows if one[0].place.values_offset + len(one[1]) > error.file_nbytes)
+            row, memory = next(one for one in rows if one[0].values_offset + len(one[1]) > error.file_nbytes)
             raise CheckpointError(
-                f"{path}: expected {len(memory)} bytes of '{row.name}' at offset {row.place.values_offset}, found the "
+                f"{path}: expected {len(memory)} bytes of '{row.name}' at offset {row.values_offset}, found the "
                 "end of the file: the file is truncated"
             ) from None
         for row, memory in rows:
-            if checksum_of(memory) != row.place.values_checksum:
+            if checksum_of(memory) != row.values_checksum:
                 raise CheckpointError(
-                    f"{path}: expected the values of '{row.name}' at offset {row.place.values_offset} as written, "
+                    f"{path}: expected the values of '{row.name}' at offset {row.values_offset} as written, "
                     "found different values (the checksum differs): the file is altered"
                 )
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .chunk_view import dtype_named
+from .chunk_view import dtype_named, name_of
 from .files import shortened
 
 MAX_TENSOR_BYTES = 64 << 20
@@ -107,7 +107,7 @@ def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
 
 def _encode_array(value: Any, where: str) -> dict[str, Any]:
     if isinstance(value, Tensor):
-        kind = {_TAG: "tensor", "dtype": str(value.dtype).removeprefix("torch.")}
+        kind = {_TAG: "tensor", "dtype": name_of(value.dtype)}
         data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     else:
         array = np.asarray(value)
@@ -124,7 +124,7 @@ def _encode_array(value: Any, where: str) -> dict[str, Any]:
 
 
 def _decode_tensor(value: dict[str, Any]) -> Tensor:
-    dtype = dtype_named(value["dtype"], "dtype")
+    dtype = dtype_named(value["dtype"])
     data = bytearray(base64.b64decode(value["base64"], validate=True))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(value["shape"])

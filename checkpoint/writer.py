@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer
-from .archive import MAX_VALUES_BYTES, ArchivePlace, checksum_of, write_tensor
+from .archive import MAX_VALUES_BYTES, checksum_of, write_tensor
 from .chunk_view import ChunkView
 from .files import data_name, index_name
 from .index import RankIndex, Row
@@ -33,10 +33,11 @@ def write_part(
         for chunk_view in chunk_views:
             for chunk, values in _chunks_of(chunk_view):
                 place = write_tensor(file, _bytes_of(values), values.dtype, chunk.sizes)
-                rows.append(Row(chunk_view.name, chunk, place))
+                rows.append(Row(chunk_view.name, chunk.offsets, chunk.sizes, *place))
         for name, blob in blobs:
-            rows.append(Row(name, TensorChunk((), ()), _write_blob(file, blob)))
-    RankIndex(file.nbytes, tuple(rows), own_state).write(folder / index_name(rank))
+            rows.append(Row(name, (), (), file.nbytes, len(blob), file.nbytes, checksum_of(memoryview(blob))))
+            file.write(blob)
+    RankIndex(file_nbytes=file.nbytes, rows=tuple(rows), own_state=own_state).write(folder / index_name(rank))
 
 
 class Snapshot:
@@ -90,12 +91,6 @@ def _chunks_of(chunk_view: ChunkView) -> Iterator[tuple[TensorChunk, Tensor]]:
     for chunk in chunk_view.chunks(max_numel):
         yield chunk, values[offset : offset + chunk.numel]
         offset += chunk.numel
-
-
-def _write_blob(file: SequentialFile, blob: bytes) -> ArchivePlace:
-    offset = file.nbytes
-    file.write(blob)
-    return ArchivePlace(offset, len(blob), offset, checksum_of(memoryview(blob)))
 
 
 def _bytes_of(values: Tensor) -> memoryview:

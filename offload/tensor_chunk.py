@@ -1,4 +1,4 @@
-"""Ranges of a tensor in each dimension. Integers only: no memory."""
+"""Ranges of a tensor in each dimension, as integers, and the part of a tensor that a rank holds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,22 @@ class TensorShard:
 
         shape = (*self.shape[:dim], high - low, *self.shape[dim + 1 :])
         return TensorShard(self.whole, shape, tuple((part(chunk, low), part(own, 0)) for chunk, own in self.chunks))
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return the shard of a tensor: the tensor itself if the shard is all of it, else a new tensor."""
+        if self.is_all:
+            return whole
+        out = whole.new_empty(self.shape)
+        for chunk, own in self.chunks:
+            out[own.index] = whole[chunk.index]
+        return out
+
+    def put(self, values: Tensor) -> Tensor:
+        """Return a new tensor of the shape of the whole, with these values of the shard and zeros elsewhere."""
+        whole = values.new_zeros(self.whole)
+        for chunk, own in self.chunks:
+            whole[chunk.index] = values[own.index]
+        return whole
 
     @cached_property
     def is_all(self) -> bool:

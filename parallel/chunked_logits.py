@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -129,8 +129,8 @@ class ChunkedLogits(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        name = str(func)
-        return func(*tree_map(_values(name), args), **tree_map(_values(name), kwargs or {}))
+        with_values = partial(_values, function=str(func))
+        return func(*tree_map(with_values, args), **tree_map(with_values, kwargs or {}))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkedLogits:
         """Return the logits of other tensors: `change` of hidden, weight and bias."""
@@ -141,8 +141,7 @@ class ChunkedLogits(Tensor):
         return f"ChunkedLogits(of '{self.head.name}', shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        self.head.warn("deepcopy")
-        return _values_of(self)
+        return cast(Tensor, _values(self, "deepcopy"))
 
 
 def logits_of(
@@ -285,19 +284,10 @@ def computed(value: Any, function: str) -> Any:
     return functional.linear(value.hidden, value.weight, value.bias).to(value.dtype)
 
 
-def _values(function: str) -> Callable[[Any], Any]:
-    def made(value: Any) -> Any:
-        if not isinstance(value, ChunkedLogits):
-            return value
-        value.head.warn(function)
-        return _values_of(value)
-
-    return made
-
-
-def _values_of(logits: ChunkedLogits) -> Tensor:
+def _values(value: Any, function: str) -> Any:
+    """Do `computed` without a graph."""
     with torch.no_grad():
-        return functional.linear(logits.hidden, logits.weight, logits.bias).to(logits.dtype)
+        return computed(value, function)
 
 
 def _is_in_place(name: str) -> bool:

@@ -53,11 +53,11 @@ from torch import Tensor, nn
 from ..comm import Collectives
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
+from ..model.random_states import random_states
 from ..model.recomputing import BufferValues
 from ..offload import sent
 from .collectives import with_backward
 from .experts import ExpertLayer, ExpertPlan
-from .randomness import random_states
 from .split_self_check import MOST_NARROW, distance_of
 
 

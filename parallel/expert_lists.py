@@ -30,10 +30,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from ..comm import Collectives
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
+from ..model.random_states import random_states, set_random_states
 from .collectives import with_backward
 from .expert_dispatch import ExpertSelfCheck, NoRows
 from .experts import ExpertList
-from .randomness import random_states, set_random_states
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class SplitLayers:
         if randomness is not None:
             patches.hook(model.register_forward_pre_hook(lambda *_: randomness.begin()))
             # also after an error: a self-check compares the next random numbers
-            patches.hook(model.register_forward_hook(lambda *_: randomness.return_to_common(), always_call=True))
+            patches.hook(model.register_forward_hook(partial(_return, randomness), always_call=True))
 
     def _forget(self, *_: object) -> None:
         """Drop the copy between columns and rows, since it would keep the graph of a forward alive."""
@@ -170,7 +170,7 @@ class SplitLayers:
             style = styles.get(id(base))
             if randomness is None or style not in (Style.COLUMN, Style.ROW):
                 continue
-            leave, back = _leave(randomness, outer), _return(randomness)
+            leave, back = partial(_leave, randomness, outer), partial(_return, randomness)
             if style is Style.COLUMN:
                 patches.hook(wrapper.register_forward_pre_hook(back))
                 patches.hook(wrapper.register_forward_hook(leave))
@@ -302,29 +302,16 @@ class SplitLayers:
         tensor_shard = split.tensor_shards[self._exchange.place]
         if tensor_shard.is_all:
             return self._exchange.sum(gradient, what)
-        whole = torch.zeros(tensor_shard.whole, dtype=gradient.dtype, device=gradient.device)
-        for chunk, own in tensor_shard.chunks:
-            whole[chunk.index] = gradient[own.index]
-        whole = self._exchange.sum(whole, what)
-        out = torch.empty_like(gradient)
-        for chunk, own in tensor_shard.chunks:
-            out[own.index] = whole[chunk.index]
-        return out
+        return tensor_shard.take(self._exchange.sum(tensor_shard.put(gradient), what))
 
 
-def _leave(randomness: Randomness, outer: nn.Module) -> Callable[..., None]:
-    def hook(module: nn.Module, *_: object) -> None:
-        if module.training:
-            randomness.leave_common(outer)
-
-    return hook
+def _leave(randomness: Randomness, outer: nn.Module, module: nn.Module, *_: object) -> None:
+    if module.training:
+        randomness.leave_common(outer)
 
 
-def _return(randomness: Randomness) -> Callable[..., None]:
-    def hook(*_: object) -> None:
-        randomness.return_to_common()
-
-    return hook
+def _return(randomness: Randomness, *_: object) -> None:
+    randomness.return_to_common()
 
 
 def _hook_gradient(param: nn.Parameter, hook: Any, patches: ModelPatches) -> None:

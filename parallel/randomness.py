@@ -23,24 +23,9 @@ from torch import Tensor, nn
 
 from ..comm import Collectives
 from ..model.patches import ModelPatches
+from ..model.random_states import random_states, seed_generators, set_random_states
 
 _MIX = 0x9E3779B97F4A7C15  # the golden ratio in 64 bits, from splitmix64
-
-
-def random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of the generators that code on the device may draw from; none for the meta device."""
-    if device.type == "meta":
-        return []
-    host = [torch.get_rng_state()]
-    return host if device.type == "cpu" else [*host, torch.get_device_module(device).get_rng_state(device)]
-
-
-def set_random_states(device: torch.device, states: list[Tensor]) -> None:
-    """Restore the states that `random_states` returned for the device."""
-    if states:
-        torch.set_rng_state(states[0])
-    if states[1:]:
-        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 class Randomness:
@@ -50,7 +35,6 @@ class Randomness:
         """Copy the generator states of the first rank to all ranks. A collective."""
         self._place = exchange.place
         self._device = device
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._common: list[Tensor] | None = None  # the common state, while the rank's private stream is in use
         self._since: tuple[object, int] = (None, 0)
         self._num_alike = 0
@@ -73,10 +57,7 @@ class Randomness:
 
     def seed(self, seed: int, number: int) -> None:
         """Seed all generators from both numbers."""
-        made = (seed ^ (_MIX * number)) & (1 << 63) - 1
-        torch.default_generator.manual_seed(made)
-        if self._module is not None:
-            self._module.manual_seed(made)
+        seed_generators(self._device, (seed ^ (_MIX * number)) & (1 << 63) - 1)
 
     def return_to_common(self) -> None:
         """Switch back to the common stream. Does nothing if it is in use."""

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..model.blocks import find_blocks
-from ..offload import TensorShard
 from .splits import LayerSplit, ParameterSplit, Style, is_linear
 
 _KEY = "parallel.tensor_sequence"
@@ -135,14 +134,10 @@ def splits_of_parts(
                 continue
             own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in split}
             if own:
-                splits = {key: _partial(param, degree) for key, param in own.items()}
+                splits = {key: ParameterSplit.partial(param, degree) for key, param in own.items()}
                 found.append(LayerSplit(name, module, Style.PARTIAL, splits))
     _check_elsewhere(model, {id(block.module) for block in blocks}, found)
     return found
-
-
-def _partial(param: nn.Parameter, degree: int) -> ParameterSplit:
-    return ParameterSplit((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
 
 
 def _check_elsewhere(model: nn.Module, blocks: set[int], found: Iterable[LayerSplit]) -> None:

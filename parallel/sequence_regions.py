@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..comm import CollectiveError, Collectives
 from ..model.patches import ModelPatches
-from ..model.recomputing import BufferValues, copy_states
+from ..model.recomputing import copy_states, in_eval_mode
 from .collectives import gathered_and_joined, joined, lengthened, parted, scattered
 from .randomness import Randomness, draws
 from .region_blocks import PartWatch, RegionBlock, RegionStarts, SequenceParallelRegion
@@ -245,16 +245,14 @@ class SequenceParallelRegions:
         self, block: RegionBlock, call: _Call, key: Any, own: Tensor, inner: Callable[..., Any], args: Any, kwargs: Any
     ) -> None:
         """See [Note: the first run]. Raises ValueError."""
-        modes = [(part, part.training) for part in block.module.modules()]
         states = self._randomness.states()
         watched = [
             part.register_forward_pre_hook(partial(self._check_given_part, name, call), with_kwargs=True)
             for name, part in block.module.named_modules(prefix=block.name)
             if part is not block.module and part._parameters and id(part) not in self._given_all
         ]
-        block.module.eval()
         try:
-            with BufferValues(block.module), torch.no_grad():
+            with in_eval_mode(block.module):
                 apart, failed = None, None
                 try:
                     with self._within(call):
@@ -273,8 +271,6 @@ class SequenceParallelRegions:
         finally:
             for handle in watched:
                 handle.remove()
-            for part, was_training in modes:
-                part.training = was_training
             self._randomness.restore(states)
         if failed is None and not bool(together.isfinite().all()):
             return  # the step reports values that are not finite

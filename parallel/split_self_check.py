@@ -24,9 +24,9 @@ from torch.func import functional_call
 
 from ..comm import CollectiveError, Collectives
 from ..model.patches import ModelPatches
+from ..model.random_states import random_states
 from ..model.recomputing import BufferValues
 from .plan import TensorPlan
-from .randomness import random_states
 from .splits import LayerSplit, Style, is_linear
 
 _MOST = 1e-4  # largest relative difference of outputs
@@ -174,10 +174,8 @@ class SplitSelfCheck:
         if split is None or split.tensor_shards[exchange.place].is_all:
             return own
         tensor_shard = split.tensor_shards[exchange.place]
-        whole = torch.zeros(tensor_shard.whole, dtype=own.dtype, device=own.device)
-        if exchange.place == split.copies(exchange.place)[0]:
-            for chunk, part in tensor_shard.chunks:
-                whole[chunk.index] = own[part.index]
+        is_first = exchange.place == split.copies(exchange.place)[0]  # copies count once in the sum
+        whole = tensor_shard.put(own) if is_first else own.new_zeros(tensor_shard.whole)
         return exchange.sum(whole, f"'{key}' as a whole")
 
 

@@ -48,6 +48,11 @@ class ParameterSplit:
     tensor_shards: tuple[TensorShard, ...]  # by rank of the axis
     is_partial: bool = False  # gradients are summed over the ranks with the same portion
 
+    @classmethod
+    def partial(cls, param: nn.Parameter, degree: int) -> ParameterSplit:
+        """Keep a parameter whole on each rank and sum its gradients."""
+        return cls((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
+
     def copies(self, place: int) -> tuple[int, ...]:
         """Return the ranks of the axis with the same portion as rank `place`."""
         return self._copies[place]
@@ -136,10 +141,7 @@ def vocabulary_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
 
 def partial_split(name: str, module: nn.Module, degree: int) -> LayerSplit:
     """Keep all parameters whole and sum their gradients over the ranks."""
-    splits = {
-        key: ParameterSplit((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
-        for key, param in module.named_parameters()
-    }
+    splits = {key: ParameterSplit.partial(param, degree) for key, param in module.named_parameters()}
     return LayerSplit(name, module, Style.PARTIAL, splits)
 
 

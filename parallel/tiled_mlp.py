@@ -31,8 +31,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
-from ..model.recomputing import BufferValues
-from .randomness import random_states, set_random_states
+from ..model.random_states import random_states, set_random_states
+from ..model.recomputing import BufferValues, in_eval_mode
 from .splits import is_conv1d
 
 MIN_TILE = 256
@@ -279,19 +279,14 @@ def _check_each_token(name: str, module: nn.Module, inner: Callable[[Tensor], An
         return
     rows = _as_tokens(x.detach())
     two = rows[..., [0, rows.shape[-2] // 2], :]
-    modes = [(part, part.training) for part in module.modules()]
     before = random_states(x.device)
     try:
-        module.eval()
-        made, buffers = [], BufferValues(module)
-        with torch.no_grad():
-            for tokens in (two, two[..., :1, :], two[..., 1:, :]):
-                with buffers:  # each call starts from the same buffers
-                    made.append(inner(tokens))
+        made = []
+        for tokens in (two, two[..., :1, :], two[..., 1:, :]):
+            with in_eval_mode(module):  # for each call, so that it starts from the same buffers
+                made.append(inner(tokens))
         together, *alone = made
     finally:
-        for part, was_training in modes:
-            part.training = was_training
         set_random_states(x.device, before)
     if isinstance(together, Tensor) and together.dim() == two.dim():
         apart = torch.cat(alone, dim=-2)

@@ -204,7 +204,7 @@ class Executor:
         # Also after a failure: data-parallel ranks that have not failed gather the same parameters.
         if action.op in COMPUTE_OPS:
             self._memory.use(action.stage)
-        self.has_failed = self.has_failed or self.messages.lacks_any
+        self.has_failed = self.has_failed or self.messages.sender_failed
         self._begin_gradients(action)
         if action.op in COMPUTE_OPS and not self.has_failed:
             try:

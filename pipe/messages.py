@@ -64,7 +64,7 @@ class Messages:
         self._returned.clear()
 
     @property
-    def lacks_any(self) -> bool:
+    def sender_failed(self) -> bool:
         """True if a stage of this rank receives nothing in this run, because an earlier stage failed."""
         return None in self._specs.values()
 

@@ -63,7 +63,7 @@ def _causes(texts: Iterable[str | None]) -> str:
     return "; ".join(f"{_ranks(members)}: {text}" for text, members in ranks.items())
 
 
-def shown(path: str | os.PathLike[str]) -> str:
+def display_path(path: str | os.PathLike[str]) -> str:
     """Return a path for messages."""
     return os.fspath(path) or '""'
 

@@ -32,7 +32,7 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.parameter_states import StateKey
 from ...zero.sign_update import is_rank_state
 from ..config.config import Config
-from .agreement import all_or_none, raise_together, shown
+from .agreement import all_or_none, display_path, raise_together
 from .fit import check_fits, is_new_remainder, states_in
 from .frozen import Frozen
 from .named_state import NamedState
@@ -107,7 +107,7 @@ class Checkpointer:
         self.wait()
         has_own_tag = tag is not None
         tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
-        what = f"saving checkpoint '{tag}' to {shown(folder)}"
+        what = f"saving checkpoint '{tag}' to {display_path(folder)}"
         with all_or_none(self._world, what, _INTACT):
             target = CheckpointFolder(folder)
             own_state = self._own_state(client_state)
@@ -230,7 +230,7 @@ class Checkpointer:
                 training, scalars = fitted
                 load_states(registered, own_client_state, undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
-            faults = self._frozen.faults(checkpoint.left_out)
+            faults = self._frozen.faults(checkpoint.manifest.left_out)
             if faults:
                 raise CheckpointError(f"{what}: {faults[0]}. {hint}Nothing was changed.")
         except CheckpointError:
@@ -244,7 +244,7 @@ class Checkpointer:
             self._optimizer.by_parameter.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
             shared = self._named.has_replicas  # replicas read the same values, perhaps on this host
             own_weights = self._named.weights(changes=True)
-            weights.read([one for one in own_weights if one.name not in checkpoint.left_out], shared)
+            weights.read([one for one in own_weights if one.name not in checkpoint.manifest.left_out], shared)
             self._read_buffers(weights)
             own_states = self._named.states(changes=True)
             states.read([one for one in own_states if not is_new_remainder(one.name, states)], shared)
@@ -359,7 +359,7 @@ class Checkpointer:
         """Return the folder, the tag to load, and the newest other tag, as rank 0 sees the folder."""
         found: tuple[str, str | None] | None = None
         absent = ""
-        with all_or_none(self._world, f"looking for a checkpoint in {shown(path)}"):
+        with all_or_none(self._world, f"looking for a checkpoint in {display_path(path)}"):
             folder = CheckpointFolder(path)
             if self._world.rank == 0:
                 try:

@@ -33,7 +33,7 @@ def check_fits(
     Raises CheckpointError, with every difference, if the checkpoint is of another model or optimizer.
     """
     catalog = named.catalog
-    left_out = {name: one.info for name, one in checkpoint.left_out.items()}
+    left_out = checkpoint.manifest.left_out
     faults = _differences({**checkpoint.weights.tensors, **left_out}, {**catalog.parameters, **catalog.buffers})
     faults += [
         f"'{name}' is trained here, and was left out of it as a frozen parameter (checkpoint.exclude_frozen_parameters)"

@@ -61,7 +61,9 @@ class Frozen:
         """Return digests of the parameters that came with the model, so need not be written."""
         by_hand = self._mesh.world.broadcast_object(self._values.by_hand)
         digests = self.digests([name for name in self.infos if name not in by_hand])
-        return {name: LeftOut(self.infos[name], digest) for name, digest in digests.items()}
+        return {
+            name: LeftOut(self.infos[name].shape, self.infos[name].dtype, digest) for name, digest in digests.items()
+        }
 
     def digests(self, names: Sequence[str]) -> dict[str, str]:
         """Return the digests of the current values. See [Note: digests]."""
@@ -74,14 +76,14 @@ class Frozen:
 
         left_out: entries that fit this model by name and shape.
         """
-        same = [name for name, one in left_out.items() if one.info.dtype == self.infos[name].dtype]
-        others = {name: one.info.dtype for name, one in left_out.items() if name not in set(same)}
+        same = [name for name, one in left_out.items() if one.dtype == self.infos[name].dtype]
+        others = {name: one.dtype for name, one in left_out.items() if name not in set(same)}
         found = {**self.digests(same), **self._computed(others)}
         names = [name for name, one in left_out.items() if found[name] != one.digest]
         if not names:
             return []
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        then, now = left_out[names[0]].info.dtype, self.infos[names[0]].dtype
+        then, now = left_out[names[0]].dtype, self.infos[names[0]].dtype
         return [
             f"frozen parameter '{names[0]}'{more} differs from the checkpoint's base model"
             f"{f': {now} here, {then} there' if then != now else ''}. The checkpoint has no frozen "

@@ -15,7 +15,7 @@ from ...zero.layout import PARAM_ALIGNMENT_NUMEL, ParamShard, ParamView
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.shard_state import ShardState
 from ...zero.unit import Unit
-from .named_state import put_together, taken
+from .named_state import put_together
 
 
 class FullValues:
@@ -44,7 +44,7 @@ class FullValues:
 
     def write(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Write a parameter's values, whole and of any float dtype, into this rank's shard and master weights."""
-        self._write_own(group, index, taken(group.layout.param_views[index].tensor_shard, values))
+        self._write_own(group, index, group.layout.param_views[index].tensor_shard.take(values))
 
     def _write_own(self, group: ShardedGroup, index: int, values: Tensor) -> None:
         """Do `write` with this rank's part of a split layer."""
@@ -120,7 +120,7 @@ class FullValues:
         """Yield the parameters' groups, which are full inside, and the ids of the wanted parameters. None: all."""
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
-        if wanted - known and self._has_whole:
+        if wanted - known and self._mesh.has_whole:
             raise ValueError(
                 f"gathered: expected parameters of the engine's module, found {len(wanted - known)} that are not; "
                 "pass the parameters themselves, for example engine.module.head.weight"
@@ -139,10 +139,6 @@ class FullValues:
         finally:
             for group in found:
                 group.release_kept()
-
-    @property
-    def _has_whole(self) -> bool:
-        return self._mesh.has_whole
 
     def state_dict(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return the whole model's tensors on rank 0. names: of its state_dict, in its order."""
@@ -171,7 +167,7 @@ class FullValues:
             for name, value in self._module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
-        return found if self._has_whole else self._collected(found, names)
+        return found if self._mesh.has_whole else self._collected(found, names)
 
     def _collected(self, own: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors of all ranks of a pipeline on its first rank, in the model's order."""

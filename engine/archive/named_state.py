@@ -28,17 +28,6 @@ class Catalog:
     aliases: Mapping[str, str]  # further names of tied parameters -> first name
     state_keys: Mapping[str, StateKey]  # trained parameter -> key of its states' descriptions
 
-    @classmethod
-    def merged(cls, parts: Sequence[Catalog]) -> Catalog:
-        """Merge the catalogs of the stages of a pipeline, in their order."""
-        return cls(
-            {name: info for part in parts for name, info in part.parameters.items()},
-            {name: dtype for part in parts for name, dtype in part.compute_dtypes.items()},
-            {name: info for part in parts for name, info in part.buffers.items()},
-            {name: first for part in parts for name, first in part.aliases.items()},
-            {name: key for part in parts for name, key in part.state_keys.items()},
-        )
-
 
 @dataclass(frozen=True)
 class UnsplitModel:
@@ -80,8 +69,12 @@ class NamedState:
         self.catalog = self._own_catalog()
         if not mesh.has_whole:
             own = self.catalog if mesh.is_first else None
-            parts = [part for part in mesh.world.gather_objects(own) if part is not None]
-            self.catalog = Catalog.merged(parts)
+            parts = [vars(part) for part in mesh.world.gather_objects(own) if part is not None]
+            # The stages of a pipeline in their order, since the files list tensors in the model's order.
+            merged = {
+                key: {name: one for part in parts for name, one in part[key].items()} for key in vars(self.catalog)
+            }
+            self.catalog = Catalog(**merged)
 
     def _own_catalog(self) -> Catalog:
         param_views = [(param_view, group) for group in self._groups for param_view in group.layout.param_views]
@@ -249,27 +242,13 @@ def chunk_views_of(
 _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
-def taken(tensor_shard: TensorShard, whole: Tensor) -> Tensor:
-    """Return a portion of these values: the values themselves if it is all of them, else a new tensor."""
-    if tensor_shard.is_all:
-        return whole
-    out = torch.empty(tensor_shard.shape, dtype=whole.dtype, device=whole.device)
-    for chunk, own in tensor_shard.chunks:
-        out[own.index] = whole[chunk.index]
-    return out
-
-
 def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
     """Return the whole tensor, on each rank, of which the ranks of an axis have portions. A collective.
 
     is_counted: False if another rank gives the same values.
     """
-    whole = torch.zeros(tensor_shard.whole, dtype=values.dtype, device=values.device)
-    for chunk, own in tensor_shard.chunks if is_counted else ():
-        whole[chunk.index] = values[own.index]
-    bits = whole.view(
-        _INTEGERS[values.dtype.itemsize]
-    )  # integers, so that adding zeros keeps each bit: -0.0 + 0.0 is 0.0
+    whole = tensor_shard.put(values) if is_counted else values.new_zeros(tensor_shard.whole)
+    bits = whole.view(_INTEGERS[values.dtype.itemsize])  # so that adding zeros keeps each bit: -0.0 + 0.0 is 0.0
     return exchange.sum(bits, "parts of a tensor").view(values.dtype)
 
 

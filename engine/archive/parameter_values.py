@@ -17,7 +17,7 @@ from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import StateError
 from ...zero.unit import Unit
 from .agreement import no_rank_alone
-from .named_state import NamedState, chunk_views_of, taken
+from .named_state import NamedState, chunk_views_of
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,9 @@ class _Place:
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this rank's part of a whole tensor, before sharding, flat."""
-        return (
-            whole
-            if self.group is None
-            else taken(self.group.layout.param_views[self.index].tensor_shard, whole).reshape(-1)
-        )
+        if self.group is None:
+            return whole
+        return self.group.layout.param_views[self.index].tensor_shard.take(whole).reshape(-1)
 
 
 Part = tuple[ParamShard, Memory]
@@ -275,8 +273,7 @@ class ParameterValues:
         whole = torch.zeros(place.shape, dtype=place.dtype, device=device)
         if group is not None and group.axes.is_counted:
             tensor_shard = group.layout.param_views[place.index].tensor_shard
-            for of_whole, chunk in tensor_shard.chunks:
-                whole[of_whole.index] = own.view(tensor_shard.shape)[chunk.index]
+            whole = tensor_shard.put(own.view(tensor_shard.shape))
         return self._mesh.world.sum(whole, what).mul_(factor)
 
     def _collected(self, place: _Place, parts: Sequence[Part]) -> Tensor:

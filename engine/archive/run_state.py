@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from ...checkpoint.files import shortened
-from ...checkpoint.index import Count, FileContent, Flag, Number, Text, first_fault
+from ...checkpoint.files import Count, Flag, Number, Text, shortened
+from ...checkpoint.index import FileContent, first_fault
 from ...checkpoint.values import decode, encode
 from ...watch.log import logger
 from ...zero.parameter_states import MISSED_STEPS

@@ -24,7 +24,7 @@ from ...checkpoint.safetensors_files import SafetensorsSource, WeightsPlan
 from ...comm import World
 from ...watch.log import logger
 from .adapters import FILE, MergedModel, adapter_files, merged
-from .agreement import all_or_none, no_rank_alone, shown
+from .agreement import all_or_none, display_path, no_rank_alone
 from .full_values import FullValues
 from .named_state import NamedState
 
@@ -119,8 +119,8 @@ def _export(
 
     files: returns the content of the other files, on rank 0. write: writes this rank's part of the tensors.
     """
-    what = f"export to {shown(folder)}"
-    hint = f"Nothing else in {shown(folder)} has changed"
+    what = f"export to {display_path(folder)}"
+    hint = f"Nothing else in {display_path(folder)} has changed"
     is_first = world.rank == 0
     with all_or_none(world, what):
         target = ExportFolder(folder, plan)
@@ -145,7 +145,7 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
     Returns the names of loaded tensors. Each rank reads the ranges of its shards, and all buffers. A collective. See
     `Engine.load_weights`.
     """
-    what = f"load_weights from {shown(path)}"
+    what = f"load_weights from {display_path(path)}"
     with all_or_none(world, what, "Nothing was loaded."):
         source = open_source(path)
         buffers = state.buffers()

@@ -121,7 +121,7 @@ def read_whole(folder: str | os.PathLike[str], weights_only: bool | None = False
     checkpoint = CheckpointFolder(path).open()
     dumped = trainer_state(path, weights_only)
     values = _values(checkpoint.weights)
-    values.update({alias: values[name] for alias, name in checkpoint.aliases.items()})
+    values.update({alias: values[name] for alias, name in checkpoint.manifest.aliases.items()})
     return {**dumped, "state_dict": values, "optimizer_states": []}
 
 

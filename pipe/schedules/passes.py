@@ -1,4 +1,4 @@
-"""Passes over schedules: merge backwards, add messages, gathers and reductions, keep the forwards alone.
+"""Passes over schedules: merge backwards, add messages, gathers and reductions.
 
 `complete` makes the list that the executor runs.
 """
@@ -32,14 +32,6 @@ def complete(
         sizes = None if costs is None else costs.parameter_bytes
         schedule = add_gathers(schedule, budget, sizes)
     return schedule if schedule.is_forward_only else add_reduces(schedule)
-
-
-def forward_only(schedule: Schedule) -> Schedule:
-    """Keep the forwards of a schedule in their order, with their messages: for evaluation."""
-    if schedule.has_any(Op.GATHER):
-        raise ScheduleError(f"schedule {schedule.name}: expected no gathers; call forward_only before add_gathers")
-    ops = (Op.F, Op.SEND_F, Op.RECV_F)
-    return schedule.replace_actions([action for action in actions if action.op in ops] for actions in schedule.actions)
 
 
 def merge_backward(

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from ...model.random_states import random_states, seed_generators, set_random_states
+
 _States = list[Tensor]  # of the CPU's generator and, with another device, of its generator
 
 
@@ -21,7 +23,6 @@ class RandomStreams:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._module = None if device.type == "cpu" else torch.get_device_module(device)
         self._device = device
         self._first: list[_States | int] = []  # by microbatch: state or seed at the begin of its forward
         self._behind: dict[tuple[int, int], _States] = {}  # state after (microbatch, block)
@@ -30,13 +31,13 @@ class RandomStreams:
 
     def begin(self, num_microbatches: int) -> None:
         """Begin a step: choose the first state or seed of each microbatch."""
-        states = self._now()
+        states = random_states(self._device)
         self._first = [states, *seeds_behind(states[0], num_microbatches - 1)]
 
     def end(self) -> None:
         """End a step, or give it up: continue the generators after microbatch 0."""
         if self._last is not None:
-            self._restore(self._last)
+            set_random_states(self._device, self._last)
         self._first, self._behind, self._last = [], {}, None
 
     @contextmanager
@@ -46,7 +47,7 @@ class RandomStreams:
         try:
             yield
             if microbatch == 0:
-                self._last = self._now()
+                self._last = random_states(self._device)
         finally:
             self._microbatch = None
 
@@ -58,34 +59,19 @@ class RandomStreams:
             return
         first = self._first[self._microbatch]
         if isinstance(first, int):
-            self._seed(first)
+            seed_generators(self._device, first)
         else:
-            self._restore(first)
+            set_random_states(self._device, first)
 
     def computed(self, block: int) -> None:
         """Keep the state after a block that was computed."""
         if self._microbatch is not None:
-            self._behind[self._microbatch, block] = self._now()
+            self._behind[self._microbatch, block] = random_states(self._device)
 
     def skipped(self, block: int) -> None:
         """Restore the state after a block that this stage skips."""
         if self._microbatch is not None and (self._microbatch, block) in self._behind:
-            self._restore(self._behind[self._microbatch, block])
-
-    def _now(self) -> _States:
-        cpu = [torch.get_rng_state()]
-        return cpu if self._module is None else [*cpu, self._module.get_rng_state(self._device)]
-
-    def _seed(self, seed: int) -> None:
-        # `torch.manual_seed` would record a stack for each kind of device that is absent.
-        torch.default_generator.manual_seed(seed)
-        if self._module is not None:
-            self._module.manual_seed(seed)
-
-    def _restore(self, states: _States) -> None:
-        torch.set_rng_state(states[0])
-        if self._module is not None:
-            self._module.set_rng_state(states[1], self._device)
+            set_random_states(self._device, self._behind[self._microbatch, block])
 
 
 def seeds_behind(state: Tensor, count: int) -> list[int]:

@@ -179,7 +179,7 @@ def test_a_damaged_checkpoint_leaves_the_earlier_export(saved: Saved, tmp_path: 
     before = contents(tmp_path / "out")
     data = folder / data_name(0)
     damaged = bytearray(data.read_bytes())
-    damaged[RankIndex.parse((folder / index_name(0)).read_bytes()).rows[0].place.values_offset] ^= 1
+    damaged[RankIndex.from_json((folder / index_name(0)).read_bytes()).rows[0].values_offset] ^= 1
     data.write_bytes(damaged)
     assert "the file is altered" in refused(capsys, folder, tmp_path / "out")
     assert contents(tmp_path / "out") == before

@@ -104,7 +104,7 @@ def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
         if content is not None:
             (tmp_path / "latest").write_text(content)
         assert words(tmp_path) == f"{tmp_path}: {latest}. Pass a `tag`: the folder has b, c."
-    assert target.open("b").tag == "b"
+    assert target.open("b").manifest.tag == "b"
 
 
 def test_a_path_is_that_of_a_folder(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_path_is_that_of_a_folder(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_job_was_writing_is_cleared_and_that_of_a_living_one_is_not(tmp_path: Path) -> None:
-    target, this = save(tmp_path, "a", 1), WritingProcess.this().as_dict()
+    target, this = save(tmp_path, "a", 1), WritingProcess.this().model_dump()
     owners = {
         "dead": {**this, "pid": 1 << 30},
         "given again": {**this, "started": psutil.Process().create_time() - 100},  # its number
@@ -154,9 +154,9 @@ def test_a_process_of_another_container_is_not_taken_for_dead() -> None:
     """It has a boot in common with this one, but not the numbers of its processes."""
     this = WritingProcess.this()
     boot, numbering = this.host.split()
-    assert WritingProcess(this.host, 1 << 30, 0.0).is_dead and not this.is_dead
+    assert WritingProcess(host=this.host, pid=1 << 30, started=0.0).is_dead and not this.is_dead
     assert numbering.startswith("pid:[")
-    assert not WritingProcess(f"{boot} pid:[1]", 1 << 30, 0.0).is_dead
+    assert not WritingProcess(host=f"{boot} pid:[1]", pid=1 << 30, started=0.0).is_dead
 
 
 class Killed(BaseException):
@@ -198,7 +198,7 @@ def test_whatever_step_a_job_dies_before_the_latest_loads_and_the_next_save_clea
         for other in target.tags():
             target.open(other).verify()
         for owner in path.glob(".owner-*"):
-            owner.write_text(json.dumps({**WritingProcess.this().as_dict(), "started": 0.0}))
+            owner.write_text(json.dumps({**WritingProcess.this().model_dump(), "started": 0.0}))
         before = {other: value_in(target, other) for other in target.tags()}
         save(path, "d", 4, keep_last=keep_last)
         kept = {"d"} if keep_last else {"d", "a", "b"} | ({tag} & set(target.tags()))

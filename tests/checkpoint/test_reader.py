@@ -205,12 +205,12 @@ def test_every_byte_of_a_tensors_values_counts(tmp_path: Path, shared: bool) -> 
         intact = path.read_bytes()
         (row,) = [row for row in checkpoint._contents[0][rank].rows if row.name == "model.w"]
         assert row.chunk.numel == 4
-        for place in range(row.place.values_offset, row.place.values_offset + 16):
+        for place in range(row.values_offset, row.values_offset + 16):
             content = bytearray(intact)
             content[place] ^= 1 << (place % 8)
             path.write_bytes(content)
             assert refusal(checkpoint.weights.read, wanted, shared, kind=CheckpointError) == (
-                f"{path}: expected the values of 'model.w' at offset {row.place.values_offset} as written, found "
+                f"{path}: expected the values of 'model.w' at offset {row.values_offset} as written, found "
                 "different values (the checksum differs): the file is altered"
             )
         path.write_bytes(intact)
@@ -240,7 +240,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path: Path, shared: b
     source, wanted = target.open().weights, [ChunkView("w", (3000,), 0, torch.empty(3000))]
     path = target.path / "a" / "__1_0.distcp"
     os.truncate(path, 100)
-    (offset,) = [row.place.values_offset for rank, row in source._rows["w"] if rank == 1]
+    (offset,) = [row.values_offset for rank, row in source._rows["w"] if rank == 1]
     assert refusal(source.read, wanted, shared, kind=CheckpointError) == (
         f"{path}: expected 6000 bytes of 'model.w' at offset {offset}, found the end of the file: the file is truncated"
     )

@@ -118,11 +118,11 @@ DESCRIPTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
     "no tensors": (put("tensors", None), "tensors: Input should be a valid dictionary, found None"),
     "shape": (
         put("tensors", "model.w", ["float32", [-4, 5]]),
-        "model.w.1.0: Input should be greater than or equal to 0, found -4",
+        "tensors.model.w.shape.0: Input should be greater than or equal to 0, found -4",
     ),
     "dtype": (
         put("tensors", "model.w", ["load", [4, 5]]),
-        "'model.w': expected a dtype such as 'float32', found 'load'",
+        "tensors.model.w.dtype: expected a dtype such as 'float32', found 'load'",
     ),
     "quantized": (put("tensors", "model.w", ["qint8", [4, 5]]), "found 'qint8'"),
     "computed": (put("compute_dtypes", {"x": "float32"}), "expected names of tensors, found 'x'"),

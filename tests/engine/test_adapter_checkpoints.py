@@ -42,7 +42,7 @@ def test_a_resume_takes_the_base_from_the_model(ranks: RankPool, tmp_path: Path)
     adapters = {name for name in names if "lora_" in name}
     losses = ranks(2, save, str(tmp_path / "part"), 3, LEFT_OUT)[0]
     assert names_in(tmp_path / "part") == adapters  # of the base: 0 bytes
-    assert set(CheckpointFolder(tmp_path / "part").open().left_out) == names - adapters
+    assert set(CheckpointFolder(tmp_path / "part").open().manifest.left_out) == names - adapters
     assert ranks(2, load, str(tmp_path / "part"), 3, LEFT_OUT)[0] == losses
     assert load(str(tmp_path / "part"), 0, WRITTEN) == pytest.approx(losses, abs=1e-6)  # one rank, in this process
     ranks(2, save, str(tmp_path / "all"), 3, WRITTEN)

@@ -220,7 +220,7 @@ def test_a_part_from_elsewhere_is_given_up_after_the_script_soon_where_ranks_wer
     monkeypatch.setattr(threading, "main_thread", lambda: ended)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     start = time.monotonic()
-    processes = [WritingProcess.this(), WritingProcess("another host", 1, 0.0)]
+    processes = [WritingProcess.this(), WritingProcess(host="another host", pid=1, started=0.0)]
     job = SaveJob(tmp_path, processes, (tmp_path / "rank0.json").touch, lambda: None)  # this rank has written its part
     job.wait_committed()
     assert str(job.commit_error) == "the parts of ranks [1] never came"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.engine.archive.named_state import taken
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.model.prepared_model import check_units
@@ -152,7 +151,7 @@ def test_gates_and_values_of_a_column_are_on_one_rank(build: Callable[[], nn.Mod
     seen: list[float] = []
     for place in range(degree):
         tensor_shards = [parameters[key].tensor_shards[place] for key in ("gate_up_proj", "down_proj")]
-        ups, downs = taken(tensor_shards[0], up).unique(), taken(tensor_shards[1], down).unique()
+        ups, downs = tensor_shards[0].take(up).unique(), tensor_shards[1].take(down).unique()
         assert torch.equal(ups, downs)
         seen += downs.tolist()
     assert seen == columns.tolist()

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.engine.archive.named_state import taken
 from lowtide.engine.config.config import Config
 from lowtide.engine.model.prepared_model import _beside_splits
 from lowtide.parallel.plan import TensorPlan
@@ -63,7 +62,7 @@ def test_fused_columns_are_portions_that_make_the_whole() -> None:
     model = others.gpt2()
     plan = TensorPlan.of(model, 2)
     weight = model.get_parameter("transformer.h.0.attn.c_attn.weight")
-    parts = [taken(plan.tensor_shard(weight, place)[0], weight) for place in (0, 1)]
+    parts = [plan.tensor_shard(weight, place)[0].take(weight) for place in (0, 1)]
     q, k, v = weight.split(32, dim=1)
     for place, part in enumerate(parts):
         assert torch.equal(part, torch.cat([one.chunk(2, dim=1)[place] for one in (q, k, v)], dim=1))

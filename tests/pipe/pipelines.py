@@ -22,6 +22,12 @@ def with_steps(schedule: Schedule) -> Schedule:
     )
 
 
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forwards of a schedule in their order, with their messages."""
+    ops = (Op.F, Op.SEND_F, Op.RECV_F)
+    return schedule.replace_actions([action for action in actions if action.op in ops] for actions in schedule.actions)
+
+
 def deep_gpt() -> models.TinyGPT:
     return models.TinyGPT(layers=5)
 

@@ -10,11 +10,12 @@ import torch
 from lowtide.comm import Pending
 from lowtide.pipe.messages import Messages, deliveries
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.passes import add_messages, complete, forward_only, merge_backward
+from lowtide.pipe.schedules.passes import add_messages, complete, merge_backward
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
+from tests.pipe.pipelines import forward_only
 
 GRID = [(1, 2), (2, 4), (3, 7), (4, 8)]
 RECEIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}  # by what uses it

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.passes import complete, forward_only
+from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import make_schedule
 from lowtide.pipe.schedules.schedule import Action, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
+from tests.pipe.pipelines import forward_only
 
 
 def two_ranks(costs: Costs) -> list[list[tuple[str, float, float]]]:

@@ -62,20 +62,6 @@ class RankBytes:
         return self.parameters + self.gradients + self.optimizer + self.gathered + self.staging
 
 
-@dataclass(frozen=True)
-class ShardCounts:
-    """The number of ranks that divide each kind of model state; 1 is a full copy."""
-
-    parameters: int
-    gradients: int  # between microbatches
-    states: int
-
-    @classmethod
-    def of(cls, reduces_every_backward: bool, states: int, parameters: int) -> ShardCounts:
-        """states, parameters: number of ranks over which a domain divides them."""
-        return cls(parameters, states if reduces_every_backward else 1, states)
-
-
 def bytes_of(blueprint: Blueprint, rank: int = 0, moment: MemoryPhase = MemoryPhase.REDUCED) -> RankBytes:
     """Return the bytes of a rank at a moment."""
     return Footprint(blueprint, rank).at(moment)
@@ -138,7 +124,7 @@ class Footprint:
         self._place = blueprint.place_of(rank)
         self._plan: ModelPlan = blueprint.places[self._place]
         self._rank = rank
-        self._sizes = cache(partial(_sizes, blueprint))
+        self._counts = cache(partial(_shard_counts, blueprint))
         self._in_pipeline = blueprint.pipeline is not None
         self._accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         optimizer = blueprint.optimizer
@@ -195,11 +181,11 @@ class Footprint:
         if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return 0
         exact = group.shard_bytes if group.sends_differences else 0  # the exact shard, beside the rounded copy
-        return group.full_bytes // self._sizes(group.sharding).shares.parameters + exact
+        return group.full_bytes // self._counts(group.sharding).parameters + exact
 
     def gathered(self, group: GroupPlan) -> int:
         """Return what full parameters take in addition to those at rest, which lie within them if pages move."""
-        rest = group.full_bytes // self._sizes(group.sharding).shares.parameters
+        rest = group.full_bytes // self._counts(group.sharding).parameters
         is_rounded = group.weight_bits is not None and not group.sends_differences
         is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
         exact = group.shard_bytes if group.sends_differences else 0
@@ -248,7 +234,7 @@ class Footprint:
     def _gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
         blueprint, shard = self._blueprint, _sum_bytes(group)
         shares_memory = blueprint.transport == "shared_memory"
-        sizes = self._sizes(group.sharding)
+        sizes = self._counts(group.sharding)
         common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
         leaves = self._leaves(group)
         in_shard = self.adds_up_in_shard(group)
@@ -257,7 +243,7 @@ class Footprint:
                 return common + self._local(group)
             waits = bool(group.sharding.tied) or sizes.replicas > 1  # the shard stays for the sum over these ranks
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
-            return whole // sizes.shares.gradients if waits or not leaves else 0
+            return whole // sizes.gradients if waits or not leaves else 0
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
         is_sent = sizes.states > 1 and not shares_memory and not self._is_on_accelerator
@@ -306,7 +292,7 @@ class Footprint:
 
     def adds_in_place(self, group: GroupPlan) -> bool:
         """Return whether autograd adds a step's gradients into the shard: see `GroupGradient.accumulate_in_place`."""
-        sizes = self._sizes(group.sharding)
+        sizes = self._counts(group.sharding)
         is_alone = sizes.states == sizes.replicas == 1
         is_added = is_alone and not self._leaves(group) and not group.is_added_up_flat
         return self._in_pipeline and not self._blueprint.is_layered and is_added
@@ -318,11 +304,11 @@ class Footprint:
         blueprint = self._blueprint
         is_elsewhere = self._is_common(group) or self._leaves(group)
         adds_up = blueprint.low_rank is None and not blueprint.is_layered and not is_elsewhere
-        return adds_up and self._sizes(group.sharding).states == 1 and group.is_added_up_flat
+        return adds_up and self._counts(group.sharding).states == 1 and group.is_added_up_flat
 
     def _is_common(self, group: GroupPlan) -> bool:
         """Return whether replicas hold a single sum of the gradient."""
-        blueprint, has_replicas = self._blueprint, self._sizes(group.sharding).replicas > 1
+        blueprint, has_replicas = self._blueprint, self._counts(group.sharding).replicas > 1
         is_shared = blueprint.shares_gradients and blueprint.transport == "shared_memory"
         return is_shared and has_replicas and not group.sharding.tied
 
@@ -379,7 +365,7 @@ class Footprint:
         if len(group.levels) > 1 or group.levels[0][1] is not None:
             return False
         has_sum = self._accumulates and self._blueprint.reduces_every_backward
-        is_gone = self._leaves(group) and self._sizes(group.sharding).replicas == 1
+        is_gone = self._leaves(group) and self._counts(group.sharding).replicas == 1
         return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
 
     # -- states ---------------------------------------------------------------------------------------------------
@@ -408,7 +394,7 @@ class Footprint:
         blueprint = self._blueprint
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
             return 0
-        axes = SHARDED if self._sizes(group.sharding).states > 1 else REPLICATED
+        axes = SHARDED if self._counts(group.sharding).states > 1 else REPLICATED
         owners = owners_of(group.layout, blueprint.parallel_dims.size(axes))
         place = blueprint.parallel_dims.place(self._rank, axes)
         own = (
@@ -423,13 +409,13 @@ class Footprint:
         if not self._blueprint.optimizer.sends_signs:
             return 0
         dtype = torch.float32 if MASTER in self._kinds(group) else group.dtype
-        layout = SignLayout.of(group.layout, self._sizes(group.sharding).replicas, dtype)
+        layout = SignLayout.of(group.layout, self._counts(group.sharding).replicas, dtype)
         place = self._blueprint.parallel_dims.place(self._rank, group.sharding.replicas)
         return layout.error_numel(place) * dtype.itemsize
 
     def _thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """Return the bytes of PowerSGD's memory; two versions of it until a step counts."""
-        low_rank, sizes = self._blueprint.low_rank, self._sizes(group.sharding)
+        low_rank, sizes = self._blueprint.low_rank, self._counts(group.sharding)
         if low_rank is None or sizes.states == sizes.replicas == 1:
             return 0
         layout = ThinLayout.of(group.layout, low_rank)
@@ -478,20 +464,22 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """Number of ranks on the axes of a domain."""
+class _ShardCounts:
+    """The number of ranks that divide each kind of model state of a domain; 1 is a full copy."""
 
     states: int
-    replicas: int
-    shares: ShardCounts
+    parameters: int
+    gradients: int  # between microbatches
+    replicas: int  # ranks with the same states
 
 
-def _sizes(blueprint: Blueprint, sharding: ShardingSpec) -> _Sizes:
+def _shard_counts(blueprint: Blueprint, sharding: ShardingSpec) -> _ShardCounts:
     size = blueprint.parallel_dims.size
     states = size(sharding.states)
     has_one_copy = blueprint.transport == "shared_memory" and states > 1
     parameters = states if has_one_copy else size(sharding.parameters)
-    return _Sizes(states, size(sharding.replicas), ShardCounts.of(blueprint.reduces_every_backward, states, parameters))
+    gradients = states if blueprint.reduces_every_backward else 1
+    return _ShardCounts(states, parameters, gradients, size(sharding.replicas))
 
 
 def _ring_bytes(plan: ModelPlan, parallel_dims: ParallelDims) -> int:

@@ -82,7 +82,7 @@ class OptimizerPlan:
             )
         if choice is not None:
             _check_by_element(choice)
-            own = choice if isinstance(choice, torch.optim.Optimizer) else _call(choice, trained)
+            own = choice if isinstance(choice, torch.optim.Optimizer) else choice(trained)
             _check_by_element(own)
             _check_members(own, params)
             return cls._like(own, backend, masters, seed)
@@ -265,10 +265,6 @@ def _check_by_element(choice: object) -> None:
             f'updates whole parameters; set "optimizer": {{"type": "{record.name}", "params": {{...}}}} in the config, '
             "which divides the work over the ranks"
         )
-
-
-def _call(make: Callable[[Any], torch.optim.Optimizer], params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return make(params)
 
 
 def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> None:

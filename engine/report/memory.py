@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.policy import ZeroPolicy
 from ...zero.unit import Unit
-from ..blueprint.footprint import ShardCounts
 
 
 @dataclass(frozen=True)
@@ -39,15 +38,11 @@ def predict(
     1910.02054, section 5 and figure 1.
     """
     policy = ZeroPolicy.from_stage(stage)
-    shares = ShardCounts.of(
-        policy.reduces_every_backward,
-        states=shard_size if policy.shards_states else 1,
-        parameters=shard_size if policy.frees_parameters else 1,
-    )
+    states = shard_size if policy.shards_states else 1
     return ModelStateBytes(
-        num_params * param_bytes // shares.parameters,
-        num_params * gradient_bytes // shares.gradients,
-        num_params * state_bytes // shares.states,
+        num_params * param_bytes // (shard_size if policy.frees_parameters else 1),
+        num_params * gradient_bytes // (states if policy.reduces_every_backward else 1),
+        num_params * state_bytes // states,
     )
 
 

@@ -35,7 +35,7 @@ def write_tensor(
     """
     offset = file.nbytes
     # The file has no `tell`, so zipfile counts the archive's offsets from here, whatever is before it in the file.
-    with zipfile.ZipFile(file, "w") as archive:  # type: ignore[call-overload]
+    with zipfile.ZipFile(file, "w") as archive:
         _write_entry(archive, "data.pkl", _pickled_tensor(dtype, shape))
         _write_entry(archive, "byteorder", b"little")
         _write_entry(archive, "version", b"3\n")

@@ -65,7 +65,7 @@ def worded(words: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError:
-            raise PydanticCustomError("value_error", words) from None  # type: ignore[arg-type]
+            raise PydanticCustomError("value_error", words) from None
 
     return WrapValidator(check)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,8 @@ class OptimizerPlan:
             )
         if choice is not None:
             _check_by_element(choice)
-            own = choice if isinstance(choice, torch.optim.Optimizer) else choice(trained)
+            make = cast(Callable[[Any], torch.optim.Optimizer], choice)
+            own = choice if isinstance(choice, torch.optim.Optimizer) else make(trained)
             _check_by_element(own)
             _check_members(own, params)
             return cls._like(own, backend, masters, seed)

@@ -30,7 +30,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
         found.weights.read([ChunkView(name, tuple(info.shape), 0, flat)])
         values[name] = flat.view(info.shape)
-    for alias, name in found.aliases.items():
+    for alias, name in found.manifest.aliases.items():
         values[alias] = values[name]
     return values
 

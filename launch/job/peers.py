@@ -153,7 +153,10 @@ class Peers:
         self._say(text)
 
     def talk(self, host: str, line: str) -> None:
-        """Show a transport's line about a host. Lines are kept until its Hello: an error would repeat them."""
+        """Show a line that a program on the way to a host prints, for example ssh.
+
+        Lines are kept until the host's Hello: an error would repeat them.
+        """
         peer = next((peer for peer in self.all if peer.name == host), None)
         if not line.strip():
             return

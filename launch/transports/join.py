@@ -10,17 +10,14 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from ..agent.agent import TOKEN_VARIABLE, serve
 from ..agent.process_tree import KILLED_SECONDS, forked, reaped
 from ..hosts.host import LaunchError, Rendezvous
 from ..wire.loop import Loop
-from .link import AgentTransport, Link, agent_command
+from .link import AgentTransport, Events, Link, agent_command
 from .listener import Listener
-
-if TYPE_CHECKING:
-    from ..job.peers import Peers
 
 _END_SECONDS = 2.0
 
@@ -40,7 +37,7 @@ class LocalTransport(AgentTransport):
         self._pid: int | None = None  # of the agent's guard
         self._status: int | None = None
 
-    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """Fork the agent. Needs a single thread."""
         ours, theirs = socket.socketpair()
         with theirs:
@@ -92,7 +89,7 @@ class JoinTransport(AgentTransport):
         self.inherits_terminal = needs_terminal
         self._listener: Listener | None = None
 
-    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """Listen, and fork this host's agent. Raises LaunchError if the port is taken."""
         try:
             self._listener = Listener(loop, self._meeting.port, self._token, peers, self._silence_seconds)

@@ -8,14 +8,11 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from ..agent.process_tree import die_with_parent
 from ..wire.handshake import Seal
 from ..wire.loop import Loop
-
-if TYPE_CHECKING:
-    from ..job.peers import Peers
 
 _KEPT_LINES = 20
 _CHUNK_BYTES = 1 << 16
@@ -38,6 +35,18 @@ class Link:
     seal: Seal | None = None
 
 
+class Events(Protocol):
+    """Receives a transport's events, in the loop's thread: `Peers` of job/, which is above this room."""
+
+    def linked(self, link: Link) -> None: ...
+
+    def unreachable(self, index: int | None, reason: str) -> None: ...
+
+    def talk(self, host: str, line: str) -> None: ...
+
+    def say(self, text: str) -> None: ...
+
+
 class AgentTransport:
     """Starts agents and connects to them. Methods have the defaults of a transport without that ability.
 
@@ -48,7 +57,7 @@ class AgentTransport:
     inherits_terminal = False
     advice = ""
 
-    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """Start an agent on every host, all at once, without waiting. peers: gets links and losses."""
         raise NotImplementedError
 

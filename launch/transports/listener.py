@@ -10,14 +10,10 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from ..wire.handshake import ANSWER_BYTES, PROOF_SECONDS, HandshakeError, LauncherHandshake, Seal
 from ..wire.loop import Loop
-from .link import Link
-
-if TYPE_CHECKING:
-    from ..job.peers import Peers
+from .link import Events, Link
 
 MAX_STRANGERS = 128
 _SAY_SECONDS = 10.0
@@ -27,7 +23,7 @@ _PAUSE_SECONDS = 0.5  # if the system has no more descriptors
 class Listener:
     """Accepts agents at a port of this host, and passes those with the token to `peers`."""
 
-    def __init__(self, loop: Loop, port: int, token: str, peers: "Peers", silence_seconds: float) -> None:
+    def __init__(self, loop: Loop, port: int, token: str, peers: Events, silence_seconds: float) -> None:
         """port: 0: a free port. silence_seconds: of a `Link`. Raises OSError if the port is taken."""
         self._loop = loop
         self._token = token

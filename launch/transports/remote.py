@@ -11,17 +11,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from ..agent.agent import TOKEN_VARIABLE
 from ..hosts.host import LaunchError
 from ..hosts.reach import own_addresses
 from ..wire.loop import Loop
-from .link import END_SECONDS, AgentTransport, Client, agent_command, module_command
+from .link import END_SECONDS, AgentTransport, Client, Events, agent_command, module_command
 from .listener import Listener
-
-if TYPE_CHECKING:
-    from ..job.peers import Peers
 
 CONNECT_SECONDS = 10
 _VERSION_SECONDS = 20.0
@@ -43,7 +39,7 @@ class StepTransport(AgentTransport):
         self._client: Client | None = None
         self._listener: Listener | None = None
 
-    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """See Transport."""
         self._listener = Listener(loop, 0, self._token, peers, self._silence_seconds)
         own = own_addresses(os.environ) or ("127.0.0.1",)
@@ -72,7 +68,7 @@ class StepTransport(AgentTransport):
         if self._client is not None:
             self._client.close()
 
-    def _look(self, loop: Loop, peers: "Peers") -> None:
+    def _look(self, loop: Loop, peers: Events) -> None:
         if self._client is None or self._client.exit_status is None:
             loop.after(_POLL_SECONDS, lambda: self._look(loop, peers))
         else:
@@ -96,7 +92,7 @@ class SshTransport(AgentTransport):
         self._hosts: Sequence[str] = ()
         self._clients: list[Client] = []
 
-    def start(self, loop: Loop, hosts: Sequence[str], peers: "Peers") -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """See Transport."""
         self._hosts = hosts
         for index, host in enumerate(hosts):

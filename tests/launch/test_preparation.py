@@ -13,7 +13,7 @@ from lowtide.launch.hosts.report import report_host
 from lowtide.launch.job import peers
 from lowtide.launch.job.peers import Peers
 from lowtide.launch.job.preparation import Request, prepare_attempt
-from lowtide.launch.transports.link import AgentTransport, Link
+from lowtide.launch.transports.link import AgentTransport, Events, Link
 from lowtide.launch.wire.channel import Channel
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Check, Checked, Held, Hello, Hold, Leave, Message, Reach, Reached, Welcome
@@ -35,7 +35,7 @@ class ScriptedTransport(AgentTransport):
         self._answer = answer
         self._channels: list[Channel] = []
 
-    def start(self, loop: Loop, hosts: Sequence[str], events: Peers) -> None:
+    def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
         """See Transport."""
         for index, host in enumerate(hosts):
             ours, theirs = (end.detach() for end in socket.socketpair())

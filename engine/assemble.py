@@ -248,12 +248,20 @@ def _runner(
         plan = blueprint.pipeline.at(mesh.place(PIPE))
         turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
         return PipelineRunner(plan, mesh, module, units, model_call, patches, turns)
-    sequence = UnitSequence(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
+    kind: type[UnitSequence] = UnitSequence
+    run: Callable[..., Runner] = ModelRunner
+    if blueprint.config.compile.graphs:
+        from .step import graphs  # see [Note: what few trainings use]
+
+        if graphs.are_possible(blueprint, mesh.world.device):
+            kind = graphs.ReplayedSequence
+            run = partial(graphs.GraphRunner, max_graphs=blueprint.config.compile.max_graphs)
+    sequence = kind(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, patches, on_block)
     if mesh.world.device.type == "cpu":  # elsewhere the saved copy is cheaper than this Python code
         make_gradients_in_place(sequence, module.modules(), patches)
-    return ModelRunner(module, sequence, hooks, model_call, mesh, patches)
+    return run(module, sequence, hooks, model_call, mesh, patches)
 
 
 def _fill(

@@ -156,19 +156,15 @@ class LocalSum:
         self._is_kept = is_kept
         self.is_flat = dtype != group.plan.dtype
         self._dtype = dtype
-        self._flat: Tensor | None = None
+        self.flat: Tensor | None = None
+        """The flat memory; None: not allocated."""
         self.has_values = False
         """Whether the flat memory has a sum."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of the flat memory, without pages that are offloaded."""
-        return 0 if self._flat is None else bytes_in_memory(self._flat)
-
-    @property
-    def flat(self) -> Tensor | None:
-        """The flat memory; None: not allocated."""
-        return self._flat
+        return 0 if self.flat is None else bytes_in_memory(self.flat)
 
     def add(self) -> set[int]:
         """Add the gradients of a backward. Returns the parameters' indices; empty if they stay in `param.grad`."""
@@ -186,19 +182,19 @@ class LocalSum:
         self.has_values = True
 
     def _open_flat(self) -> Tensor:
-        if self._flat is None:
+        if self.flat is None:
             numel = self._group.layout.padded_numel
-            self._flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
-        return self._flat
+            self.flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
+        return self.flat
 
     def pour(self, regions: Sequence[Region], adds: bool) -> None:
         """Move the sum to other memory, to which the last gradients are added. adds: that memory has values already."""
-        assert self._flat is not None
+        assert self.flat is not None
         for start, end, memory in regions:
-            memory.add_(self._flat[start:end]) if adds else memory.copy_(self._flat[start:end])
+            memory.add_(self.flat[start:end]) if adds else memory.copy_(self.flat[start:end])
         self.has_values = False
         if not (self.is_flat and self._is_kept):
-            self._flat = None
+            self.flat = None
 
 
 class ShardMemory:

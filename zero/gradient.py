@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,26 @@ from .gradient_reducer import GradientReducer, GradientStats, NonFinite
 from .group import ShardedGroup
 from .host_update import HostUpdate
 from .powersgd import PowerSGDOptions, PowerSGDReducer
+
+
+class GradientState(NamedTuple):
+    """What the host knows of a gradient after a backward. Its tensors are those of that time, not copies."""
+
+    grads: tuple[Tensor | None, ...]  # `param.grad` of each parameter
+    shard: Tensor | None
+    flat: Tensor | None  # of `LocalSum`
+    counted: tuple[Tensor, ...]  # of `GradientStats`, as the next
+    was_finite: Tensor | None
+    used: frozenset[int]
+    has_values: bool
+    has_shard: bool
+    is_final: bool
+
+    def is_at(self, other: GradientState) -> bool:
+        """Return True if both have the same facts and the same tensors."""
+        tensors, others = ((*one.grads, one.shard, one.flat, *one.counted, one.was_finite) for one in (self, other))
+        facts = self[5:] == other[5:]
+        return facts and len(tensors) == len(others) and all(a is b for a, b in zip(tensors, others, strict=True))
 
 
 class GroupGradient:
@@ -183,6 +204,30 @@ class GroupGradient:
         if self.shard is not None:
             self.shard.clamp_(-bound, bound)
             self.stats.is_outdated = True
+
+    def state(self) -> GradientState:
+        """Return the state between two backwards of a gradient that stays on the device."""
+        assert self._host is None and self._staging is None and not self._is_in_place
+        return GradientState(
+            tuple([param.grad for param in self.group.params]),
+            self.shard,
+            self._local.flat,
+            tuple(self.stats.counted),
+            self.stats.was_finite,
+            frozenset(self.used),
+            self._local.has_values,
+            self._has_shard,
+            self._is_final,
+        )
+
+    def restore(self, state: GradientState) -> None:
+        """Take the state that a backward would have left, whose work a device has repeated in the same memory."""
+        for param, grad in zip(self.group.params, state.grads, strict=True):
+            param.grad = grad
+        self.shard, self._local.flat = state.shard, state.flat
+        self.stats.counted, self.stats.was_finite = list(state.counted), state.was_finite
+        self.used = set(state.used)
+        self._local.has_values, self._has_shard, self._is_final = state.has_values, state.has_shard, state.is_final
 
     def reset(self) -> None:
         """Forget the gradient after an optimizer step."""

@@ -287,7 +287,8 @@ class GradientStats:
 
     def _note(self, squares: Tensor) -> None:
         is_finite = torch.isfinite(squares).all()
-        self.was_finite = is_finite if self.was_finite is None else self.was_finite & is_finite
+        # In place: a graph that adds to it must find it at the same address each time.
+        self.was_finite = is_finite if self.was_finite is None else self.was_finite.logical_and_(is_finite)
 
     def _trace(self, axis: Axis, offset: int, total: Tensor, terms: Sequence[Tensor]) -> None:
         # float64, as squares of large float32 values overflow.

@@ -414,5 +414,38 @@ class CompileConfig(ConfigSection):
     fullgraph: Bool = False
     """A block that needs more than one graph is an error."""
 
+    graphs: Bool = False
+    """Replay forward and backward of a microbatch in `train_step` as a CUDA graph: see docs/kernels.md."""
+
+    max_graphs: Positive = 8
+    """Graphs that are captured, for shapes of a batch and positions in a step. Further shapes run eagerly."""
+
+    def faults(self, config: Any) -> list[Fault]:
+        if not self.graphs:
+            return []
+        host, draws = "the host takes part in each microbatch", "its random bits change in each step"
+        wanted: dict[str, tuple[tuple[object, ...], str]] = {
+            "zero_optimization.offload_optimizer.device": (("none",), host),
+            "zero_optimization.offload_param.device": (("none",), host),
+            "activation_checkpointing.offload.device": (("none",), host),
+            "zero_optimization.update_in_backward": ((False,), "an update depends on the number of the step"),
+            "zero_optimization.layered_gradient_accumulation": ((False,), "a schedule runs all microbatches together"),
+            **{
+                f"parallel.{axis}": ((1,), "its exchanges are not captured")
+                for axis in ("pipeline", "tensor", "sequence", "expert")
+            },
+            **{
+                f"communication.{key}": ((None,), draws)
+                for key in ("weight_bits", "frozen_weight_bits", "gradient_bits")
+            },
+            "communication.power_sgd.rank": ((0,), "its matrices change in each step"),
+            "compile.mode": ((None, "default", "max-autotune-no-cudagraphs"), "other modes capture graphs too"),
+        }
+        return needs("compile.graphs", wanted, config)
+
     def notes(self, config: Any) -> list[str]:
-        return [] if self.blocks else self.idle("compile.blocks is false")
+        found = [] if self.blocks else self.idle("compile.blocks is false", but=("graphs", "max_graphs"))
+        if not self.graphs:
+            return found + self.idle("compile.graphs is false", only=("max_graphs",))
+        why = "graphs keep their activations and gradients between steps, which predictions of memory leave out"
+        return [*found, f"compile.graphs: {why}"]

@@ -76,7 +76,7 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
         yield batch
         return
     for index in range(count):
-        yield _map_tensors(batch, partial(_part, index, count))
+        yield map_tensors(batch, partial(_part, index, count))
 
 
 def prepared(
@@ -96,7 +96,7 @@ def prepared(
         tensor = mark(tensor) if tensor.requires_grad else sent(tensor, device)
         return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
 
-    return _map_tensors(batch, move)
+    return map_tensors(batch, move)
 
 
 def tokens_in(batch: Any) -> tuple[int, int]:
@@ -337,14 +337,15 @@ def _tensors(batch: Any) -> Iterable[Tensor]:
             yield from _tensors(value)
 
 
-def _map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a batch with each of its tensors replaced by `change` of it. Mappings become dictionaries."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, (tuple, list)):
-        changed = [_map_tensors(value, change) for value in batch]
+        changed = [map_tensors(value, change) for value in batch]
         return type(batch)(*changed) if hasattr(batch, "_fields") else type(batch)(changed)
     if isinstance(batch, Mapping):
-        return {key: _map_tensors(value, change) for key, value in batch.items()}
+        return {key: map_tensors(value, change) for key, value in batch.items()}
     return batch
 
 

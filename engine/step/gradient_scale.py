@@ -102,6 +102,8 @@ class GradientScale:
         self._given_edges: set[Node] = set()  # its outputs with the factor in that backward
         self._earlier_edges: set[Node] = set()  # its outputs before another forward
         self._applied_in = -1  # the last run of autograd with the seed, either way
+        self.on_device: Tensor | None = None
+        """() float64 on the device: `seed` in a graph that is captured for all loss scales; else None."""
         self.can_differ_from_1 = config.fp16.enabled or self._fixed != 1.0
         """Whether `seed` can be anything but 1 in this training."""
 
@@ -163,7 +165,16 @@ class GradientScale:
 
         Its backward gives the engine's parameters gradients of seed x loss, and other leaves those of the loss.
         """
-        return loss if self.seed == 1.0 else cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
+        if self.seed == 1.0 and self.on_device is None:
+            return loss
+        return cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
+
+    def times_seed(self, gradient: Tensor) -> Tensor:
+        """Return gradient * seed, with the bits of a multiplication by a number also if the device has the seed."""
+        if self.on_device is None:
+            return gradient * self.seed
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return (gradient.to(wide) * self.on_device.to(wide)).to(gradient.dtype)
 
     def begin(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
         """Return the roots with which a backward must begin. See `Listener`.
@@ -226,6 +237,11 @@ class GradientScale:
         if not self.is_given:
             self._forget_given()
         ways = _ways_out(loss, self._own, self)  # before the first hook changes the graph
+        if self.on_device is not None and (ways.out or ways.back):
+            raise ValueError(
+                "compile.graphs: expected a loss that depends on the engine's parameters alone, found one that depends "
+                "on other parameters, whose gradients the loss scale of this step divides; leave compile.graphs out"
+            )
         self._given_edges |= ways.edges
         self._earlier_edges |= ways.earlier_edges
         for nodes, factor in ((ways.out, 1.0 / self.seed), (ways.back, self.seed)):
@@ -318,7 +334,7 @@ class _Applied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         ctx.scale._begin_given(ctx.node)
-        return gradient * ctx.scale.seed, None, None
+        return ctx.scale.times_seed(gradient), None, None
 
 
 def _fixed_part(config: Config, data_size: int) -> float:

@@ -77,7 +77,7 @@ class Join:
         if _OPEN:
             raise StateError(
                 "engine.join(): expected a single join at a time, found it inside of "
-                f"{'another' if self._is_open else OTHERS}; remove either"
+                f"{'another' if self.is_open else OTHERS}; remove either"
             )
         self._has_data = True
         _OPEN.append(self)
@@ -87,7 +87,8 @@ class Join:
             _OPEN.remove(self)
 
     @property
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
+        """Return True inside of this engine's join."""
         return self in _OPEN
 
     def calls_without_data(self) -> Iterator[Call]:
@@ -101,9 +102,9 @@ class Join:
         size = self._mesh.world.size
         if not _OPEN:
             return size
-        if not self._is_open:
+        if not self.is_open:
             self.check_outside(f"{call.value} of another engine")
-        if not self._is_open or not self._has_data or self._is_together:
+        if not self.is_open or not self._has_data or self._is_together:
             return size
         met = self._agree(call)
         assert met is not None  # this rank has data
@@ -137,7 +138,7 @@ class Join:
         """Raise StateError if ranks without data would not come to this collective."""
         if self._is_together or not _OPEN:
             return
-        if self._is_open or self._mesh.world.size > 1:
+        if self.is_open or self._mesh.world.size > 1:
             raise StateError(
                 f"{what}: expected a call outside of `with engine.join():`, found it inside: ranks that have run out "
                 "of data do not make it; call it before or after the join, or let the config do it "

@@ -55,7 +55,7 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     groups = [group for unit in passes.units for group in unit.groups]
     gradients = [gradient for unit in passes.units for gradient in unit.gradients]
     kept = [group._memory.own if group.frees_memory else group.full for group in groups]
-    optional = [tensor for g in gradients for tensor in (g._local._flat, g.shard, *(p.grad for p in g.group.params))]
+    optional = [tensor for g in gradients for tensor in (g._local.flat, g.shard, *(p.grad for p in g.group.params))]
     common = [g._memory._common for g in gradients if g._memory._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.memory.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.plan.dtype]

@@ -318,7 +318,7 @@ class LiveBytes(TorchDispatchMode):
         self._alive.pop(key, None)
 
     def _now(self) -> int:
-        own = [tensor for one in self._gradients for tensor in (one.shard, one._local._flat)]
+        own = [tensor for one in self._gradients for tensor in (one.shard, one._local.flat)]
         own += [param.grad for one in self._gradients for param in one.group.params]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
         made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)

@@ -2,7 +2,8 @@
 //
 // Segments are taken for good, and split. What is freed is merged with free neighbours of its segment. Asked for bytes,
 // the smallest range of the same stream that is large enough is given, the first of equal ones. So a program that does
-// the same in every step gets the same addresses, if what it holds at the end of a step is the same.
+// the same in every step gets the same addresses, if what it holds at the end of a step is the same. What a graph takes
+// while it is captured is of segments of its own, and goes back to them.
 
 #pragma once
 
@@ -21,7 +22,7 @@ constexpr size_t kLargeSegment = size_t(20) << 20;
 constexpr size_t kLarge = size_t(10) << 20;  // ranges above have a segment for themselves
 
 struct Cache {
-  using Pool = std::tuple<c10::DeviceIndex, c10::StreamId, bool>;  // the last: of small ranges
+  using Pool = std::tuple<c10::DeviceIndex, c10::StreamId, bool, int64_t>;  // of small ranges?; of graphs, or 0
   struct Range {
     Pool pool;
     size_t nbytes;
@@ -32,9 +33,10 @@ struct Cache {
   std::map<Pool, std::set<std::pair<size_t, char*>>> free;
 
   // nbytes: of whole pages. more: gives addresses for a segment.
-  char* take(size_t nbytes, c10::DeviceIndex device, c10::StreamId stream, const std::function<char*(size_t)>& more) {
+  char* take(size_t nbytes, c10::DeviceIndex device, c10::StreamId stream, int64_t graphs,
+             const std::function<char*(size_t)>& more) {
     const bool is_small = nbytes <= kSmall;
-    const Pool pool{device, stream, is_small};
+    const Pool pool{device, stream, is_small, graphs};
     auto& there = free[pool];
     auto found = there.lower_bound({nbytes, nullptr});
     char* base;
@@ -56,6 +58,14 @@ struct Cache {
       there.insert({left, base + nbytes});
     }
     return base;
+  }
+
+  // Whether the address is of memory that graphs keep.
+  bool is_of_graphs(const char* address) const {
+    auto after = ranges.upper_bound((char*)address);
+    if (after == ranges.begin()) return false;
+    --after;
+    return address < after->first + after->second.nbytes && std::get<3>(after->second.pool);
   }
 
   // Whether it was taken here.

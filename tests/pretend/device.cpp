@@ -82,10 +82,21 @@ void take_kernels_of_cpu() {
 TORCH_LIBRARY(pretend, m) {
   m.def("take_kernels_of_cpu() -> ()", take_kernels_of_cpu);
   m.def("open(Tensor self) -> Tensor");
+  m.def("unowned(Tensor self) -> Tensor");
+  m.def("new_pool() -> int", [] { return ++last_pool; });
+  m.def("is_capturing() -> bool", is_capturing);
+  m.def("capture_begin(int pool) -> int", capture_begin);
+  m.def("capture_end() -> ()", capture_end);
+  m.def("capture_drop(int graph) -> ()", [](int64_t number) { graphs().erase(number); });
+  m.def("replay(int graph) -> ()", replay);
+  m.def("record_call(int token) -> ()", record_call);
   m.def("default_generator(int device) -> Generator?",
         [](int64_t device) { return default_generator((DeviceIndex)device); });
 }
-TORCH_LIBRARY_IMPL(pretend, PrivateUse1, m) { m.impl("open", open_for_host); }
+TORCH_LIBRARY_IMPL(pretend, PrivateUse1, m) { 
+  m.impl("open", open_for_host);
+  m.impl("unowned", unowned_tensor);
+}
 
 }  // namespace
 
@@ -98,6 +109,9 @@ void pretend_reuse(int reuses) {
   Guard guard(state().lock);
   state().reuses = reuses;
 }
+
+// What a recorded call of Python is made by.
+void pretend_on_call(void (*hook)(int64_t)) { call_hook = hook; }
 
 // Runs what the current stream was given. No wait of the host: it learns nothing by it.
 void pretend_settle() { force_current(current_device); }

@@ -7,7 +7,8 @@ Then `torch.accelerator` is this device, with
 - streams whose copies are made as late as is allowed, so that a wait of the host that is missing gives wrong values;
 - clocks of those streams: where one uses what another one writes, and has not waited for it, that is an error;
 - a count of its bytes: `torch.accelerator.memory_allocated`, `max_memory_allocated`;
-- a record of all that the host waits for: `host_waits`.
+- a record of all that the host waits for: `host_waits`;
+- graphs, by the names that CUDA has for them: `torch.pretend.CUDAGraph`, `torch.pretend.graph`.
 
 `device.cpp`, and the headers that it has, are how.
 """
@@ -63,10 +64,12 @@ def _library() -> ctypes.CDLL:
     library = load_library(_SOURCE, ("-O1", "-w", version, headers, abi, *includes, *libraries))
     library.pretend_issue.argtypes = [ctypes.c_int, ctypes.c_int64, _TASK, ctypes.c_int64]
     library.pretend_on_wait.argtypes = [_HOOK]
+    library.pretend_on_call.argtypes = [_TASK]
     library.pretend_reuse.argtypes = [ctypes.c_int]
     from tests.pretend import torch_pretend  # it asks the library
 
     library.pretend_on_wait(_ON_WAIT)
+    library.pretend_on_call(torch_pretend.ON_CALL)
     torch.ops.pretend.take_kernels_of_cpu()
     backend_registration.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, torch_pretend)

@@ -14,6 +14,7 @@
 #include <c10/core/Stream.h>
 #include <sys/mman.h>
 
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -45,8 +46,16 @@ constexpr size_t kSpace = size_t(1) << 42;  // addresses, not memory: enough tha
 
 int (*wait_hook)(const char*) = nullptr;  // returns 1 where the wait is to be an error
 
+std::atomic<int64_t> capturing_pool{0};  // of the graph that is captured now, on all threads and streams; 0: none
+
+bool is_capturing() { return capturing_pool != 0; }
+
 void host_waits(const char* why) {
-  if (wait_hook && wait_hook(why)) TORCH_CHECK(false, "the host waits for the pretend device: ", why);
+  const bool captures = is_capturing();
+  const auto text = captures ? c10::str("while a graph is captured: ", why) : std::string(why);
+  const bool is_error = wait_hook && wait_hook(text.c_str());
+  TORCH_CHECK(!captures, "operation not permitted while a graph of the pretend device is captured: ", why);
+  TORCH_CHECK(!is_error, "the host waits for the pretend device: ", why);
 }
 
 struct Block {
@@ -255,7 +264,9 @@ struct DeviceMemory final : c10::DeviceAllocator {
         TORCH_CHECK(!mprotect(bytes_at(s.usable), kUsable, PROT_READ | PROT_WRITE), "no memory for the pretend device");
       return base;
     };
-    auto* base = s.reuses ? s.cache.take(rounded(nbytes), device, current_streams[device], more) : more(rounded(nbytes));
+    const int64_t graphs = capturing_pool;
+    auto* base = s.reuses || graphs ? s.cache.take(rounded(nbytes), device, current_streams[device], graphs, more)
+                                    : more(rounded(nbytes));
     s.blocks[base] = {nbytes, device, current_streams[device]};
     auto& bytes = s.bytes[device];
     bytes.now += nbytes, bytes.taken += nbytes, bytes.peak = std::max(bytes.peak, bytes.now);

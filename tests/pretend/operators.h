@@ -12,7 +12,7 @@
 #include <set>
 #include <unordered_map>
 
-#include "streams.h"
+#include "graphs.h"
 
 namespace {
 
@@ -27,19 +27,14 @@ Storage opened(const Storage& storage, const char* who, bool is_used = true) {
   return Storage(Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), true);
 }
 
-Tensor on_storage(Storage storage, const Tensor& like, c10::DispatchKey key) {
-  auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
-  made.unsafeGetTensorImpl()->set_storage_offset(like.storage_offset());
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
-  return made;
-}
-
 Tensor alias(const Tensor& tensor, const char* who) {
   return on_storage(opened(tensor.storage(), who), tensor, c10::DispatchKey::CPU);
 }
 
 void resize_storage(const Storage& storage, size_t nbytes) {
   c10::DeviceGuard device(storage.device());
+  TORCH_CHECK(!is_capturing() || !std::min(nbytes, storage.nbytes()), "a graph is captured: expected a storage that is "
+              "resized to or from nothing, found one whose bytes would have to move");
   force_current(storage.device().index());
   auto memory = device_memory.allocate(nbytes);
   if (const auto common = std::min(nbytes, storage.nbytes()); common && memory.get()) {
@@ -110,7 +105,9 @@ void use(const Tensor& tensor, bool writes, const std::string& who) {
   const auto device = tensor.device().index();
   auto* low = (const char*)tensor.unsafeGetTensorImpl()->data();
   const auto nbytes = at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(), tensor.itemsize());
-  use({device, current_streams[device]}, (const char*)tensor.storage().data_ptr().get(), low, low + nbytes, writes, who);
+  auto* base = (const char*)tensor.storage().data_ptr().get();
+  if (is_capturing()) graph().touched.push_back({base, low, low + nbytes, writes});
+  use({device, current_streams[device]}, base, low, low + nbytes, writes, who);
 }
 
 // Both contiguous, of one dtype and shape. keep: what of the host must live until then.
@@ -131,6 +128,7 @@ void copy_bytes(const Tensor& dst, const Tensor& src, DeviceIndex device, Storag
     std::memmove(to, from, nbytes);
     (void)keep;
   };
+  if (is_capturing()) return record("a copy", device, [=, nbytes = dst.nbytes()] { std::memmove(to, from, nbytes); });
   if (later) return issue(device, stream, run, reads, writes);
   force_stream(device, stream);
   run();
@@ -153,12 +151,15 @@ Tensor copy_from(const Tensor& source, const Tensor& dst, bool non_blocking) {
     force_current(device);
     begin_work({device, current_streams[device]});
     use(src, false, "a copy"), use(dst, true, "a copy");
-    auto target = alias(dst, "copy_"), values = alias(src, "copy_");
+    const bool captures = is_capturing();
+    auto target = captures ? unowned_alias(dst) : alias(dst, "copy_");
+    auto values = captures ? unowned_alias(src) : alias(src, "copy_");
     if (src.is_neg()) values._set_neg(true);
     if (dst.is_neg()) target._set_neg(true);
     if (src.is_conj()) values._set_conj(true);
     if (dst.is_conj()) target._set_conj(true);
-    target.copy_(values);
+    auto copy = [target, values] { const_cast<Tensor&>(target).copy_(values); };
+    captures ? record("copy_", device, copy) : copy();
     return dst;
   }
   if (!plain) {  // through contiguous memory, as CUDA does it: dtypes are changed on the host
@@ -179,6 +180,7 @@ Tensor copy_from(const Tensor& source, const Tensor& dst, bool non_blocking) {
   }
   const auto& of_host = src.is_cpu() ? src : dst;
   const bool later = non_blocking && PinnedMemory::has(of_host.data_ptr());
+  if (is_capturing()) host_waits("bytes are copied between host and device, which the graph would repeat");
   if (!later)
     host_waits(src.is_cpu()
                    ? (non_blocking ? "a copy from memory that is not pinned" : "a copy from the host that blocks")
@@ -232,6 +234,9 @@ struct Call {
   std::unordered_map<c10::TensorImpl*, std::pair<Tensor, Tensor>> aliases;  // by original: alias
   std::unordered_map<c10::StorageImpl*, Storage> storages;                  // by original: alias
   std::set<c10::TensorImpl*> written;                                       // of the originals
+  std::set<c10::StorageImpl*> written_storages;                             // of them
+  const bool captures = is_capturing();                                     // runs on copies of what it writes
+  std::unordered_map<c10::TensorImpl*, void*> begun;                        // by original: the bytes of its alias
   std::unordered_map<c10::TensorImpl*, Tensor> originals;                   // by alias
   std::unordered_map<c10::StorageImpl*, Storage> original_storages;         // by alias
 
@@ -268,13 +273,14 @@ struct Call {
     if (auto found = aliases.find(impl); found != aliases.end()) return found->second.second;
     auto* storage = tensor.storage().unsafeGetStorageImpl();
     if (!storages.count(storage)) {
-      auto made = opened(tensor.storage(), name.c_str(), !is_view);
+      auto made = captures && written_storages.count(storage) ? copied(tensor.storage())
+                                                              : opened(tensor.storage(), name.c_str(), !is_view);
       original_storages[made.unsafeGetStorageImpl()] = tensor.storage();
       storages[storage] = made;
     }
-    auto made = on_storage(storages[storage], tensor, c10::DispatchKey::CPU);
-    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    auto made = like_on(storages[storage], tensor, c10::DispatchKey::CPU);
     aliases[impl] = {tensor, made};
+    begun[impl] = made.storage().data_ptr().get();
     originals[made.unsafeGetTensorImpl()] = tensor;
     return made;
   }
@@ -290,21 +296,27 @@ struct Call {
     const auto dense = result.is_non_overlapping_and_dense() ? result : result.contiguous();
     auto made = empty_strided(dense.sizes(), dense.strides(), dense.scalar_type(), {}, *device, {});
     use(made, true, name);
-    if (dense.numel()) alias(made, name.c_str()).copy_(dense);
+    if (captures)
+      poison(made);
+    else if (dense.numel())
+      alias(made, name.c_str()).copy_(dense);
     if (result.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
     return made;
   }
 
   // What an operator has resized, or put elsewhere, is so on the device.
   void take_over() {
-    for (auto& [_, both] : aliases) {
+    for (auto& [impl, both] : aliases) {
       auto& [tensor, other] = both;
-      const bool moved = other.storage().data_ptr().get() != bytes_at(tensor.storage().data_ptr().get());
+      const bool moved = other.storage().data_ptr().get() != begun.at(impl);
       if (!moved && other.sizes() == tensor.sizes() && other.strides() == tensor.strides()) continue;
       if (is_view) continue;
       resize_(tensor, other.sizes(), std::nullopt);
       tensor.unsafeGetTensorImpl()->set_sizes_and_strides(other.sizes(), other.strides());
-      if (moved && other.numel()) alias(tensor, name.c_str()).copy_(other);
+      if (captures)
+        use(tensor, true, name), poison(tensor);
+      else if (moved && other.numel())
+        alias(tensor, name.c_str()).copy_(other);
     }
   }
 
@@ -327,13 +339,17 @@ struct Call {
     bool is_wait = is_data_dependent(op, *stack);
     const auto begin = stack->size() - count;
     for (size_t i = 0; i < count; ++i) {
-      auto& value = (*stack)[begin + i];
+      const auto& value = (*stack)[begin + i];
       const auto* info = op.schema().arguments()[i].alias_info();
-      if (info && info->isWrite()) {
-        if (value.isTensor()) written.insert(value.toTensor().unsafeGetTensorImpl());
-        if (value.isTensorList())
-          for (const Tensor& one : value.toTensorList()) written.insert(one.unsafeGetTensorImpl());
-      }
+      if (!info || !info->isWrite()) continue;
+      if (value.isTensor()) writes(value.toTensor());
+      if (value.isTensorList())
+        for (const Tensor& one : value.toTensorList()) writes(one);
+    }
+    Recorded recorded;
+    if (captures && !is_view) recorded.given.assign(stack->begin() + begin, stack->end());
+    for (size_t i = 0; i < count; ++i) {
+      auto& value = (*stack)[begin + i];
       if (value.isTensor())
         value = aliased(value.toTensor());
       else if (value.isTensorList()) {
@@ -349,11 +365,11 @@ struct Call {
         }
         value = list;
       } else if (value.isGenerator())
-        value = cpu_generator(value.toGenerator());
+        value = random_for(value.toGenerator());
       else if (value.isDevice())
         value = Device(c10::kCPU);
       else if (value.isNone() && op.schema().arguments()[i].type()->str() == "Generator?")
-        value = cpu_generator(default_generator(device->index()));
+        value = random_for(default_generator(device->index()));
     }
     if (is_wait) host_waits(("the host must know what " + name + " finds").c_str());
     const Key stream{device->index(), current_streams[device->index()]};
@@ -363,7 +379,10 @@ struct Call {
       force_current(device->index());
     }
     if (is_wait) host_has_waited(clock_of(stream));
-    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    {
+      Drawing drawing(draws_from_default(op), captures, device->index());
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    }
     take_over();
     for (auto& value : torch::jit::last(*stack, op.schema().returns().size())) {
       auto& result = const_cast<c10::IValue&>(value);
@@ -375,12 +394,29 @@ struct Call {
         result = list;
       }
     }
+    if (captures && !is_view) {
+      recorded.take(op, *device, torch::jit::last(*stack, op.schema().returns().size()));
+      record(name, device->index(), recorded.kernel());
+    }
+  }
+
+  void writes(const Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_privateuseone()) return;
+    written.insert(tensor.unsafeGetTensorImpl());
+    written_storages.insert(tensor.storage().unsafeGetStorageImpl());
+  }
+
+  // What is captured draws no numbers now.
+  at::Generator random_for(const at::Generator& generator) const {
+    auto own = cpu_generator(generator);
+    return captures ? own.clone() : own;
   }
 };
 
 void fallback(const c10::OperatorHandle& op, Stack* stack) { Call(op).run(stack); }
 
 Tensor open_for_host(const Tensor& self) {
+  if (is_capturing()) host_waits("the host opens memory");
   force_current(self.device().index());
   return alias(self, "open");
 }

@@ -65,6 +65,7 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
   // Asking helps nothing: the work is done as late as is allowed. But whoever polls comes to an end.
   bool queryEvent(void* event) const override {
     if (!event) return true;
+    if (is_capturing()) host_waits("an event is asked for");
     auto& e = *(Event*)event;
     const bool was_done = is_done(e.device, e.stream, e.number);
     if (was_done) host_has_waited(e.clock);
@@ -72,6 +73,7 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
     return was_done;
   }
   bool queryStream(const Stream& stream) const override {
+    if (is_capturing()) host_waits("a stream is asked for");
     const bool was_done = is_done(stream.device_index(), stream.id(), issued(stream.device_index(), stream.id()));
     force_stream(stream.device_index(), stream.id());
     return was_done;
@@ -134,8 +136,31 @@ const at::Generator& default_generator(DeviceIndex device) {
   return (*all)[device < 0 ? current_device : device];
 }
 
+// An operator without an argument for it, such as dropout, draws from the CPU's own generator: for a while that is the
+// device's. keeps: nothing is drawn.
+struct Drawing {
+  const bool draws, keeps;
+  at::Generator own, other;
+  at::Tensor before;
+  Drawing(bool draws, bool keeps, DeviceIndex device);
+  ~Drawing();
+};
+
 at::Generator cpu_generator(const at::Generator& generator) {
   return static_cast<Randomness*>(generator.unsafeGetGeneratorImpl())->cpu;
+}
+
+Drawing::Drawing(bool draws, bool keeps, DeviceIndex device) : draws(draws), keeps(keeps) {
+  if (!draws) return;
+  own = at::detail::getDefaultCPUGenerator(), other = cpu_generator(default_generator(device));
+  before = own.get_state();
+  own.set_state(other.get_state());
+}
+
+Drawing::~Drawing() {
+  if (!draws) return;
+  if (!keeps) other.set_state(own.get_state());
+  own.set_state(before);
 }
 
 }  // namespace

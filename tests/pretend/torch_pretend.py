@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import gc
+import itertools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -81,11 +84,24 @@ def _generator(device: Any) -> torch.Generator:
 
 
 def get_rng_state(device: Any = None) -> Tensor:
-    return _generator(device).get_state()
+    """While a graph is captured, a name of the state that there is at this point of each replay."""
+    generator = _generator(device)
+    if not is_current_stream_capturing():
+        return generator.get_state()
+    name = torch.tensor([next(_TOKENS)], dtype=torch.int64).view(torch.uint8)
+    record(lambda: _STATES.__setitem__(bytes(name.numpy()), generator.get_state()))
+    return name
 
 
 def set_rng_state(state: Tensor, device: Any = None) -> None:
-    _generator(device).set_state(state)
+    generator = _generator(device)
+    if not is_current_stream_capturing():
+        generator.set_state(state)
+        return
+    name = bytes(state.numpy())
+    if len(name) != 8:
+        raise RuntimeError("a graph is captured: expected a state of the generator from the same capture")
+    record(lambda: generator.set_state(_STATES[name]))
 
 
 def get_rng_state_all() -> list[Tensor]:
@@ -108,3 +124,96 @@ def manual_seed_all(seed: int) -> None:
 
 def initial_seed() -> int:
     return _generator(None).initial_seed()
+
+
+# -- graphs, as torch.cuda has them -----------------------------------------------------------------------------------
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(torch.ops.pretend.is_capturing())
+
+
+def graph_pool_handle() -> tuple[int, int]:
+    return 0, torch.ops.pretend.new_pool()
+
+
+class CUDAGraph:
+    """What streams are given between `capture_begin` and `capture_end`, run by each `replay`; see graphs.h.
+
+    Capture runs nothing. What CUDA forbids meanwhile is a RuntimeError: waits of the host, copies of its memory, an end
+    before other streams have joined.
+    """
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._number = 0
+        self._pool = (0, 0)
+
+    def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
+        self._pool = pool or graph_pool_handle()
+        self._number = torch.ops.pretend.capture_begin(self._pool[1])
+
+    def capture_end(self) -> None:
+        torch.ops.pretend.capture_end()
+
+    def replay(self) -> None:
+        torch.ops.pretend.replay(self._number)
+        if _ERRORS:
+            raise _ERRORS.pop()
+
+    def reset(self) -> None:
+        torch.ops.pretend.capture_drop(self._number)
+
+    def pool(self) -> tuple[int, int]:
+        return self._pool
+
+
+class graph:
+    """Captures what the block gives to a stream that all captures share."""
+
+    default_capture_stream: torch.Stream | None = None
+
+    def __init__(
+        self,
+        cuda_graph: CUDAGraph,
+        pool: tuple[int, int] | None = None,
+        stream: torch.Stream | None = None,
+        capture_error_mode: str = "global",
+    ) -> None:
+        self._graph, self._pool, self._mode = cuda_graph, pool, capture_error_mode
+        if graph.default_capture_stream is None:
+            graph.default_capture_stream = torch.Stream("pretend")
+        self._stream: torch.Stream = stream or graph.default_capture_stream
+
+    def __enter__(self) -> None:
+        synchronize()
+        gc.collect()
+        self._stream.__enter__()
+        self._graph.capture_begin(self._pool, self._mode)
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self._graph.capture_end()
+        finally:
+            self._stream.__exit__(*error)
+            torch.accelerator.current_stream().wait_stream(self._stream)  # the order of what was recorded
+
+
+def record(run: Callable[[], object]) -> None:
+    """Has `run` called at this point of each replay of the graph that is captured."""
+    token = next(_TOKENS)
+    _CALLS[token] = run
+    torch.ops.pretend.record_call(token)
+
+
+def _call(token: int) -> None:
+    try:
+        _CALLS[token]()
+    except BaseException as error:  # it has no way through the device; `replay` raises it
+        _ERRORS.append(error)
+
+
+_CALLS: dict[int, Callable[[], object]] = {}
+_STATES: dict[bytes, Tensor] = {}
+_ERRORS: list[BaseException] = []
+_TOKENS = itertools.count()
+ON_CALL = ctypes.CFUNCTYPE(None, ctypes.c_int64)(_call)

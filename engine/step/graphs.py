@@ -1,0 +1,339 @@
+"""Replay the device work of a microbatch as a graph of the accelerator (`compile.graphs`).
+
+[Note: what is replayed]
+    eager      features | inputs to the device | forward, backward, gathers, reductions | loss noted
+    captured   as eager, but the device only records; the state of the gradients is kept; then as replayed
+    replayed   features | inputs to static tensors | replay | the kept state of the gradients | loss noted
+
+The hooks of `zero/hooks.py` run while a graph is captured. A replay repeats their device work at the same addresses,
+and `GroupGradient.restore` sets what they would have left on the host. Units end each backward as they began it.
+
+A graph is valid for a batch of the same shapes, in a step that has had the same gradients at the same addresses, with
+the same modules in training and the same frozen parameters (`GraphRunner._case`). The first `WARM_UP` microbatches of
+a case are eager: libraries allocate and compile then.
+
+The number of the step, learning rates, the norm and the update stay outside. Of all that changes between replays, a
+graph reads two things from the device: the loss scale (`GradientScale.on_device`), and the state of the device's
+generator, which torch registers with each graph.
+
+All graphs share a pool of memory. The gradients of one graph may lie where an earlier graph has its activations. That
+is safe: a graph that is replayed while these gradients are in use was captured after them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm import Mesh
+from ...model.patches import ModelPatches
+from ...watch.log import logger
+from ...zero.gradient import GradientState
+from ...zero.hooks import UnitHooks
+from ...zero.reductions import OnFinal
+from ...zero.sequence import UnitSequence
+from ..blueprint.blueprint import Blueprint
+from .batch import ModelCall, map_tensors
+from .model_runner import ModelRunner, check_loss
+from .steps import Steps
+
+WARM_UP = 2
+_EAGER = "eager"
+Case = tuple[str, ...]
+"""What a graph is valid for, by rank; once if it is equal on all ranks."""
+
+
+def graphs_of(device: torch.device) -> Any:
+    """Return the module with `CUDAGraph` and `graph` for a device; None if it has no graphs of this form."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return module if hasattr(module, "CUDAGraph") else None
+
+
+def are_possible(blueprint: Blueprint, device: torch.device) -> bool:
+    """Return whether the device has graphs. Raise ValueError if a graph could not repeat what the config asks for."""
+    if device.type == "cpu":
+        logger.info("config: compile.graphs: true has no effect here: the CPU launches nothing")
+        return False
+    if graphs_of(device) is None:
+        raise ValueError(
+            f"compile.graphs: expected a device with torch.cuda's graphs, found {device.type}; leave compile.graphs out"
+        )
+    if blueprint.transport != "solo":
+        raise ValueError(
+            f"compile.graphs: expected a training on a single rank, found {blueprint.parallel_dims.num_ranks} ranks: "
+            "their collectives are not captured yet; leave compile.graphs out"
+        )
+    if blueprint.optimizer.sends_signs:
+        raise ValueError(
+            "compile.graphs: expected gradients that each step sums alike, found the optimizer "
+            f"{blueprint.config.optimizer.type!r}, which sends signs after some steps; leave compile.graphs out"  # type: ignore[union-attr]
+        )
+    return True
+
+
+class ReplayedSequence(UnitSequence):
+    """A sequence whose backward may be a replay: then `Steps` counts it, and the host gathers and reduces nothing."""
+
+    is_replayed = False
+
+    def begin_backward(self, boundary: bool, on_final: OnFinal | None) -> None:
+        if not self.is_replayed:
+            super().begin_backward(boundary, on_final)
+
+    def end_backward(self) -> None:
+        if not self.is_replayed:
+            super().end_backward()
+
+
+@dataclass(frozen=True)
+class _State:
+    """The gradients between two microbatches."""
+
+    number: int
+    gradients: Sequence[GradientState]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """The graph of a microbatch. inputs: its static tensors. loss: () of the last replay. after: what it leaves."""
+
+    graph: Any
+    inputs: Sequence[Tensor]
+    loss: Tensor
+    after: _State
+
+
+class GraphRunner(ModelRunner):
+    """A `ModelRunner` whose `train` replays graphs. Other calls, such as `engine(...)`, run eagerly."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        passes: ReplayedSequence,
+        hooks: UnitHooks,
+        model_call: ModelCall,
+        mesh: Mesh,
+        patches: ModelPatches,
+        max_graphs: int,
+    ) -> None:
+        """max_graphs: that are kept."""
+        super().__init__(module, passes, hooks, model_call, mesh, patches)
+        self._sequence = passes
+        self._mesh = mesh
+        self._torch = graphs_of(mesh.world.device)
+        self._pool = self._torch.graph_pool_handle()
+        self._max_graphs = max_graphs
+        self.graphs: dict[Case, _Graph] = {}
+        """Those that are captured."""
+        self._inputs: dict[str, list[Tensor]] = {}  # by shapes
+        self._times = Counter[Case]()
+        self._states = [_State(0, ())]  # the first is that of a new step
+        self._now: int | None = 0  # number of the current state; None: an eager microbatch has left another
+        self._seed: Tensor | None = None
+        self._said = set[str]()
+        self._addresses: list[int] = []  # of parameters, when the graphs were captured
+        patches.callback(self._forget)
+
+    def train(self, steps: Steps, batch: Any) -> None:
+        self._now = 0 if not steps.accumulated.num_begun else None
+        addresses = [group.shard.data_ptr() for unit in self.passes.units for group in unit.groups]
+        if addresses != self._addresses:
+            self._forget()
+            self._addresses = addresses
+        for microbatch in self.model_call.microbatches_of(batch, steps.accumulated.accumulation):
+            steps.begin_forward([microbatch], partial(self._output, steps, microbatch))
+            ready = self.model_call.ready(microbatch, steps.scale.mark_input)
+            why = self._why_eager(steps, ready)
+            if why == "engine.join()":  # ranks without data exchange no cases
+                case: Case = (_EAGER,)
+            else:
+                case = tuple(self._mesh.gather_values(self._case(steps, ready) if not why else _EAGER))
+            if why:
+                self._say(f"a microbatch runs eagerly: {why}")
+            if _EAGER in case or not self._has_graph(case):
+                self._run_eagerly(steps, ready)
+            else:
+                self._run_graph(steps, ready, case)
+
+    def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if torch.is_grad_enabled():
+            self._say("engine(...) runs eagerly: only engine.train_step replays graphs")
+        return super().forward(steps, args, kwargs)
+
+    def register_groups(self, units: Any) -> None:
+        super().register_groups(units)
+        self._forget()
+
+    # -- which graph ----------------------------------------------------------------------------------------------
+
+    def _why_eager(self, steps: Steps, ready: Any) -> str:
+        """Return why no graph can have this microbatch; "" if one can."""
+        if steps.join.is_open:
+            return "engine.join()"
+        if steps.features.around_forward:
+            return "a profile, a memory report or a check looks into its forward"
+        if any(tensor.requires_grad for tensor in _tensors_of(ready)):
+            return "an input requires a gradient"
+        return ""
+
+    def _case(self, steps: Steps, ready: Any) -> str:
+        """Describe all that a graph depends on. Equal texts, equal graphs."""
+        boundary = steps.accumulated.would_complete(1)
+        modes = "".join("01"[module.training] for module in self._module.modules())
+        frozen = "".join("01"[param.requires_grad] for param in self.whole.params.values())
+        return f"{_shapes_of(ready)} {boundary} {self._now} {hash((modes, frozen))}"
+
+    def _has_graph(self, case: Case) -> bool:
+        """Return whether the microbatch is replayed, perhaps after a capture. Count its times."""
+        if case in self.graphs:
+            return True
+        if self._now is None:
+            case = tuple(f"{text} in an eager step" for text in case)
+        self._times[case] += 1
+        if self._now is None or self._times[case] <= WARM_UP:
+            return False
+        if len(self.graphs) < self._max_graphs:
+            return True
+        self._say(
+            f"{self._max_graphs} graphs are captured (compile.max_graphs); microbatches of other shapes run eagerly. "
+            "Pad batches to few shapes, or set compile.max_graphs"
+        )
+        return False
+
+    def _say(self, text: str) -> None:
+        """Write a line to the log, once."""
+        if text not in self._said:
+            self._said.add(text)
+            logger.info("compile.graphs: %s", text)
+
+    def _forget(self) -> None:
+        """Drop all graphs: the engine is closed, or parameters or gradients have other memory."""
+        for graph in self.graphs.values():
+            graph.graph.reset()
+        self.graphs.clear()
+        self._times.clear()
+        self._states = self._states[:1]
+
+    # -- the three ways of a microbatch ---------------------------------------------------------------------------
+
+    def _run_eagerly(self, steps: Steps, ready: Any) -> None:
+        with self.passes.failing_forward(), steps.features.around():
+            output = steps.scale.mark_output(self.model_call.output(self._module, ready))
+            loss = self.model_call.loss(output, ready)
+            del output
+        self.backward(steps, loss)
+        self._now = None
+
+    def _run_graph(self, steps: Steps, ready: Any, case: Case) -> None:
+        inputs = _tensors_of(ready)
+        if steps.scale.can_differ_from_1:
+            if self._seed is None:
+                self._seed = torch.zeros((), dtype=torch.float64, device=self._mesh.world.device)
+            self._seed.fill_(steps.scale.seed)
+
+        def run() -> None:
+            graph = self.graphs.get(case)
+            if graph is None:
+                graph = self.graphs[case] = self._capture(steps, ready, case)
+            if inputs:
+                torch._foreach_copy_(list(graph.inputs), inputs)
+            graph.graph.replay()
+            for gradient, state in zip(steps.gradients, graph.after.gradients, strict=True):
+                gradient.restore(state)
+            self._now = graph.after.number
+            steps.accumulated.losses.append(graph.loss.clone())  # the next replay overwrites it
+
+        self._sequence.is_replayed = True
+        try:
+            steps.backward(run)
+        finally:
+            self._sequence.is_replayed = False
+
+    def _capture(self, steps: Steps, ready: Any, case: Case) -> _Graph:
+        """Record a microbatch. Nothing is computed: the gradients get their values by the first replay."""
+        graph = self._torch.CUDAGraph()
+        found = _tensors_of(ready)
+        shapes = _shapes_of(ready)
+        if shapes not in self._inputs:
+            self._inputs[shapes] = [tensor.clone() for tensor in found]
+        static = iter(self._inputs[shapes])
+        ready = map_tensors(ready, lambda tensor: next(static))
+        before = [gradient.state() for gradient in steps.gradients]
+        steps.scale.on_device = self._seed
+        first: Exception | None = None
+        try:
+            with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    self._find_accumulators()
+                    loss = self._record(steps, ready)
+                except Exception as error:
+                    first = error  # the end of an invalid capture raises another
+                    raise
+        except Exception as error:
+            first = first or error
+            if isinstance(first, RuntimeError):
+                raise _not_captured(first) from first
+            raise first from None
+        finally:
+            steps.scale.on_device = None
+            self._find_accumulators()
+        logger.info(
+            "compile.graphs: captured microbatch %d of a step, with inputs %s (graph %d of %d)",
+            steps.accumulated.num_microbatches + 1,
+            shapes,
+            len(self.graphs) + 1,
+            self._max_graphs,
+        )
+        return _Graph(graph, self._inputs[shapes], loss, self._state(steps, before))
+
+    def _find_accumulators(self) -> None:
+        """Make the nodes that accumulate gradients anew: autograd runs them on the stream that was current then."""
+        for unit in self.passes.units:
+            unit.accumulators.clear()
+            unit.find_accumulators()
+
+    def _record(self, steps: Steps, ready: Any) -> Tensor:
+        with self.passes.failing_forward():
+            loss = self.model_call.loss(self.model_call.output(self._module, ready), ready)
+        check_loss(loss, "backward")
+        UnitSequence.begin_backward(self._sequence, steps.accumulated.is_complete, None)
+        steps.scale.apply(loss).backward()  # type: ignore[no-untyped-call]
+        UnitSequence.end_backward(self._sequence)
+        return loss.detach()
+
+    def _state(self, steps: Steps, before: Sequence[GradientState]) -> _State:
+        """Return the state after a capture: that before it, if its tensors and facts are the same."""
+        after = [gradient.state() for gradient in steps.gradients]
+        assert self._now is not None
+        if self._now and all(one.is_at(other) for one, other in zip(before, after, strict=True)):
+            return self._states[self._now]
+        self._states.append(_State(len(self._states), after))
+        return self._states[-1]
+
+
+def _tensors_of(ready: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    map_tensors(ready, lambda tensor: found.append(tensor) or tensor)  # type: ignore[func-returns-value]
+    return found
+
+
+def _shapes_of(ready: Any) -> str:
+    """Describe a batch without the values of its tensors."""
+    return repr(map_tensors(ready, lambda tensor: f"{tuple(tensor.shape)} {tensor.dtype} {tensor.stride()}"))
+
+
+def _not_captured(error: RuntimeError) -> RuntimeError:
+    return RuntimeError(
+        "compile.graphs: expected a forward and a backward that only launch work on the device, found an error while a "
+        f"graph was captured: {str(error).partition(chr(10))[0]}. A graph cannot hold a value that the host reads "
+        "(item, bool, a mask as an index), a copy from the host, or a wait: the traceback above shows the line. Change "
+        "it, or leave compile.graphs out"
+    )

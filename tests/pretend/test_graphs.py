@@ -1,0 +1,261 @@
+"""Graphs: what the device forbids while one is captured, and trainings that replay them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from tests.kit import models
+from tests.kit.ranks import RankPool
+from tests.pretend import device
+from tests.pretend.test_host_waits import PRECISIONS, collected, make_engine, waits_of
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
+    """(graph, what `run` has returned)"""
+    pretend: Any = torch.get_device_module("pretend")
+    graph = pretend.CUDAGraph()
+    with pretend.graph(graph):
+        return graph, run()
+
+
+def replay_what_was_recorded() -> None:
+    """Random numbers, views, writes in place and a recomputed backward too."""
+    pretend: Any = torch.get_device_module("pretend")
+    weight = torch.randn(8, 8).to("pretend").requires_grad_()
+    x, calls = torch.randn(4, 8).to("pretend"), torch.zeros(2, device="pretend")
+
+    def run() -> tuple[Tensor, ...]:
+        calls[1:].add_(1)
+        hidden = torch.utils.checkpoint.checkpoint(
+            lambda: nn.functional.dropout(x @ weight, 0.5) * torch.rand(8, device="pretend"), use_reentrant=False
+        )
+        loss = hidden.square().mean()
+        return loss.detach(), *torch.autograd.grad(loss, weight), calls * 2
+
+    pretend.manual_seed(3)
+    eager = [[value.cpu() for value in run()] for _ in range(3)]
+    calls.zero_()
+    pretend.manual_seed(3)
+    graph, found = captured(run)
+    assert all(value.isnan().all() for value in (one.cpu() for one in found)) and not calls.cpu().any()
+    for values in eager:
+        graph.replay()
+        assert all(torch.equal(one.cpu(), other) for one, other in zip(found, values, strict=True))
+
+
+def test_a_replay_has_the_bits_of_the_eager_run(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, replay_what_was_recorded, process_group=False)
+
+
+def on_another_stream(x: Tensor) -> None:
+    stream = torch.Stream("pretend")
+    stream.wait_stream(torch.accelerator.current_stream())
+    with stream:
+        x.add_(1)
+
+
+FORBIDDEN: dict[str, tuple[Callable[[Tensor], object], str]] = {
+    "item": (lambda x: x.sum().item(), "a value is read by the host"),
+    "mask": (lambda x: x[x > 0], "the host must know what"),
+    "to the host": (lambda x: x.cpu(), "bytes are copied between host and device"),
+    "from the host": (lambda x: torch.ones(4).to("pretend"), "bytes are copied between host and device"),
+    "wait": (lambda x: torch.accelerator.synchronize(), "the device is synchronized"),
+    "stream": (on_another_stream, "has not waited for stream"),
+    "resize": (lambda x: x.untyped_storage().resize_(4096), "bytes would have to move"),
+}
+
+
+def refuse(what: str) -> None:
+    x = torch.ones(4, device="pretend")
+    run, text = FORBIDDEN[what]
+    with device.host_waits() as waits, pytest.raises(RuntimeError, match=text):
+        captured(partial(run, x))
+    told = [wait for wait in waits if wait.why.startswith("while a graph")]
+    assert len(told) == (what not in ("stream", "resize"))
+    assert all(any(frame.name == "<lambda>" for frame in wait.stack) for wait in told)
+    torch.accelerator.synchronize()
+    assert x.cpu().tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("what", FORBIDDEN)
+def test_a_capture_refuses_what_a_graph_cannot_repeat(pretend_ranks: RankPool, what: str) -> None:
+    pretend_ranks(1, refuse, what, process_group=False)
+
+
+def use_freed_memory() -> None:
+    x = torch.ones(4, device="pretend")
+    graph, found = captured(partial(torch.add, x, 1))
+    graph.replay()
+    assert found.cpu().tolist() == [2.0] * 4
+    del x
+    with pytest.raises(RuntimeError, match="uses memory that was freed since it was captured"):
+        graph.replay()
+
+
+def test_a_graph_keeps_no_memory_of_others(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, use_freed_memory, process_group=False)
+
+
+# -- trainings --------------------------------------------------------------------------------------------------------
+
+
+class Dropping(nn.Module):
+    """A block with dropout behind it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.block(x), 0.2)
+
+
+def dropping() -> nn.Module:
+    model = models.TinyGPT(width=16, layers=3)
+    model.blocks = nn.ModuleList(map(Dropping, model.blocks))
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training. rows: of a microbatch, by step; graphs: that it captures; between: what is done before step 4."""
+
+    stage: int
+    precision: str
+    accumulation: int = 1
+    more: dict[str, Any] = field(default_factory=dict)
+    rows: tuple[int, ...] = (2,)
+    graphs: int = 1
+    between: str = ""
+
+
+RECOMPUTED = {"activation_checkpointing": {"every": 1}}
+CASES = [
+    *(Case(stage, precision, 1 + stage) for stage in range(4) for precision in PRECISIONS),
+    *(Case(stage, precision, 2, RECOMPUTED) for stage, precision in ((0, "bf16"), (3, "fp16"))),
+    Case(3, "bf16", 1, RECOMPUTED),
+    Case(0, "fp32", 5, {"optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}}),
+    Case(2, "fp32", 2, {"prescale_gradients": True}),
+    Case(1, "fp32", 1, rows=(2, 3)),
+    Case(1, "fp32", 1, {"compile": {"graphs": True, "max_graphs": 1}}, rows=(2, 3)),
+    *(Case(2, "bf16", 1, between=what) for what in ("evaluation", "by hand", "modes", "rates")),
+]
+
+
+def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...]) -> None:
+    if what == "evaluation":
+        engine.eval_step(batch)
+    elif what == "by hand":
+        engine.backward(engine(*batch))
+        engine.step()
+    elif what == "modes":
+        engine.module.blocks[0].eval()  # type: ignore[index, union-attr]
+    elif what == "rates":
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def trained(case: Case, graphs: bool) -> tuple[list[Any], dict[str, Tensor], int]:
+    """(loss, norm and skip of each step, weights, number of graphs)"""
+    torch.manual_seed(0)
+    config: dict[str, Any] = {"zero_optimization": {"stage": case.stage}}
+    config["gradient_accumulation_steps"] = case.accumulation
+    config |= {**PRECISIONS[case.precision], "gradient_clipping": 0.5, "compile": {"graphs": True}, **case.more}
+    if "fp16" in config:
+        config["fp16"] = {**config["fp16"], "loss_scale_window": 3}
+    config["compile"] = {**config["compile"], "graphs": graphs}
+    found: list[Any] = []
+    with make_engine(dropping(), config) as engine:
+        torch.manual_seed(7)
+        for step in range(7):
+            rows = case.rows[step % len(case.rows)]
+            batch = models.token_batch(step, rows * case.accumulation * engine.data_size)
+            own = tuple(one.chunk(engine.data_size)[engine.data_rank] for one in batch)
+            if step == 4:
+                come_between(engine, case.between, own)
+            result = engine.train_step(own)
+            found.append((float(result.loss), float(result.grad_norm), result.skipped, result.loss_scale))
+        num_graphs = len(getattr(engine._runner, "graphs", ()))
+        return found, {name: value.cpu() for name, value in engine.state_dict().items()}, num_graphs
+
+
+def compare(cases: list[Case]) -> None:
+    for case in cases:
+        eager, weights, none = trained(case, graphs=False)
+        with device.host_waits() as waits:
+            found, others, num_graphs = trained(case, graphs=True)
+        assert found == eager, (case, found, eager)
+        assert all(torch.equal(weights[name], others[name]) for name in weights), case
+        wanted = min(case.accumulation, 3) * len(case.rows) + (case.between == "modes")
+        assert (none, num_graphs) == (0, case.more.get("compile", {}).get("max_graphs", wanted)), (case, num_graphs)
+        assert not [str(wait) for wait in waits if wait.why.startswith("while a graph")], case
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_graphs_compute_the_same(pretend_ranks: RankPool, part: int) -> None:
+    pretend_ranks(1, collected, compare, CASES[part::4], process_group=False)
+
+
+class Reading(models.TinyGPT):
+    """Its forward is another one for a large input."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        loss = super().forward(ids, targets)
+        return loss if loss < 100 else loss * 2
+
+
+def read_in_a_forward() -> None:
+    with make_engine(Reading(width=16), {"compile": {"graphs": True}}) as engine:
+        for step in range(2):
+            engine.train_step(models.token_batch(step, 2))
+        for _ in range(2):  # the engine is as before
+            with pytest.raises(
+                RuntimeError, match=r"(?s)compile.graphs: expected a forward.*value is read by the host"
+            ):
+                engine.train_step(models.token_batch(2, 2))
+
+
+def test_a_forward_that_the_host_reads_is_refused(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, read_in_a_forward, process_group=False)
+
+
+def count_waits() -> None:
+    with make_engine(models.TinyGPT(width=16), {"compile": {"graphs": True}, "gradient_clipping": 0.1}) as engine:
+        counts = [len(waits_of(partial(engine.train_step, models.token_batch(step, 2)))) for step in range(6)]
+    assert max(counts[3:]) <= 1, counts  # the third step captures
+
+
+def test_a_replayed_step_waits_once(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, count_waits, process_group=False)
+
+
+def train_with(config: dict[str, Any], text: str, **given: Any) -> None:
+    model, config = models.TinyGPT(width=16), {**config, "compile": {"graphs": True}}
+    with pytest.raises(ValueError, match=text), make_engine(model, config, **given) as engine:
+        for step in range(3):
+            engine.train_step(models.token_batch(step, 2))
+
+
+def add_a_weight_of_others() -> None:
+    weight = torch.ones((), device="pretend", requires_grad=True)
+    text = "compile.graphs: expected a loss that depends on the engine's parameters alone"
+    train_with(PRECISIONS["fp16"], text, loss_fn=lambda output, batch: output * weight)
+
+
+def test_a_loss_scale_divides_no_gradients_of_others(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, add_a_weight_of_others, process_group=False)
+
+
+def train_over_ranks() -> None:
+    train_with({}, "compile.graphs: expected a training on a single rank, found 2 ranks")
+
+
+def test_several_ranks_are_refused(pretend_ranks: RankPool) -> None:
+    pretend_ranks(2, collected, train_over_ranks, process_group=False)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ..engine.config.config import Config
-from ..engine.config.errors import shown
+from ..engine.config.errors import quoted
 from ..engine.plan.choice import KEYS, Choice, value_at
 from ..engine.plan.plan import Alternative, Plan
 from .arguments import picture
@@ -85,7 +85,7 @@ def _decisions(plan: Plan) -> Table:
     table = Table("key", "value", "why")
     chosen = Config.load(plan.config).as_dict()
     for key, reason in plan.reasons.items():
-        table.add_row(key, shown(value_at(chosen, key)), reason)
+        table.add_row(key, quoted(value_at(chosen, key)), reason)
     return table
 
 

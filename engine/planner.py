@@ -6,10 +6,10 @@ from types import ModuleType
 
 
 def planner() -> ModuleType:
-    """Import `engine/plan/asked.py`, for "auto", a memory report or a trial of `lowtide tune`.
+    """Import `engine/plan/for_engine.py`, for "auto", a memory report or a trial of `lowtide tune`.
 
     [Note: what few trainings use] in `build.py`.
     """
-    from .plan import asked
+    from .plan import for_engine
 
-    return asked
+    return for_engine

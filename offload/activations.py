@@ -73,7 +73,7 @@ class ActivationOffload:
         self._freed: deque[SavedMemory] = deque()  # memory of freed saved tensors, until the lock is free
         self._entered: list[saved_tensors_hooks | None] = []
         self._num_passes = 0
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         self._is_closed = False
 
     @property
@@ -252,8 +252,8 @@ class ActivationOffload:
             self._sweep()
 
     def _log(self, text: str) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._logged:
+            self._logged.add(text)
             _LOGGER.info("activation offload: %s", text)
 
 

@@ -291,13 +291,13 @@ class SavedMemory:
 
     def start_save(self, store: Store) -> None:
         assert self.content is not None and not self.was_sent
-        with _told("save", self.nbytes):
+        with _store_errors_explained("save", self.nbytes):
             self._saving = store.save(self.key, self.content)
 
     def finish_save(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
-            with _told("save", self.nbytes):
+            with _store_errors_explained("save", self.nbytes):
                 wait_for(saving, self.key)
             self.is_stored = True
 
@@ -309,7 +309,7 @@ class SavedMemory:
     def start_load(self, store: Store) -> None:
         assert self.content is None and self.is_stored
         content = _empty(self.nbytes, self.device, store.alignment_bytes)
-        with _told("load", self.nbytes):
+        with _store_errors_explained("load", self.nbytes):
             self._loading = store.load(self.key, content)
         self.content = content
 
@@ -317,7 +317,7 @@ class SavedMemory:
         loading, self._loading = self._loading, None
         if loading is not None:
             try:
-                with _told("load", self.nbytes):
+                with _store_errors_explained("load", self.nbytes):
                     wait_for(loading, self.key)
             except OffloadError:
                 self.content = None
@@ -331,7 +331,7 @@ def _empty(nbytes: int, device: torch.device, alignment: int) -> Tensor:
 
 
 @contextlib.contextmanager
-def _told(verb: str, nbytes: int) -> Iterator[None]:
+def _store_errors_explained(verb: str, nbytes: int) -> Iterator[None]:
     """Add to an OffloadError its meaning for the training."""
     try:
         yield

@@ -187,7 +187,7 @@ class LocalSum:
             self.flat = torch.zeros(numel, dtype=self._dtype, device=self._group.full.device)
         return self.flat
 
-    def pour(self, regions: Sequence[Region], adds: bool) -> None:
+    def move_sum_to(self, regions: Sequence[Region], adds: bool) -> None:
         """Move the sum to other memory, to which the last gradients are added. adds: that memory has values already."""
         assert self.flat is not None
         for start, end, memory in regions:

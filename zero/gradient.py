@@ -407,6 +407,6 @@ class GroupGradient:
         places = self._reducer.places(axis, message, self._open_shard(), self._has_shard)
         adds = message is None and self._has_shard
         if self._local.has_values:
-            self._local.pour(places, adds)
+            self._local.move_sum_to(places, adds)
             adds = True
         return Staging(self.group, places, adds)

@@ -34,7 +34,7 @@ from .errors import (
     Fault,
     FaultKind,
     no_effect,
-    shown,
+    quoted,
     unknown_key,
     value_at,
 )
@@ -202,7 +202,7 @@ class Config(Section):
         chosen = planned(translation.auto_paths)
         notes = fill_notes + unread_notes + translation.notes
         notes += [
-            f'{path}: "auto" is {shown(value_at(config, path))}: {AUTO[path]}'
+            f'{path}: "auto" is {quoted(value_at(config, path))}: {AUTO[path]}'
             for path in translation.auto_paths
             if path not in BATCH_KEYS and path not in chosen
         ]
@@ -234,7 +234,7 @@ class Config(Section):
         """Return the config that a plan has chosen, with a note for each value. values: of a file without "auto"."""
         made = Config.load(values)
         chosen = [
-            f'{key}: "auto" is {shown(value_at(made, key))}: {reasons[key]}'
+            f'{key}: "auto" is {quoted(value_at(made, key))}: {reasons[key]}'
             for key in self._planned_keys
             if key in reasons
         ]
@@ -425,7 +425,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         "too_long": f"expected at most {context.get('max_length')} values",
     }.get(name, detail["msg"])
     kind: FaultKind = "type" if name.endswith("_type") else "value"
-    return Fault(path, kind, f"{expected}, found {shown(found)}")
+    return Fault(path, kind, f"{expected}, found {quoted(found)}")
 
 
 def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:

@@ -61,8 +61,8 @@ class ConfigError(ValueError):
         return ConfigError, (self.faults, self.source)
 
 
-def shown(value: object) -> str:
-    """Return the value as one line of ASCII JSON of at most 80 characters, for messages; 5e8 as 500000000."""
+def quoted(value: object) -> str:
+    """Quote a value in a message: one line of ASCII JSON of at most 80 characters; 5e8 as 500000000."""
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
         value = int(value)
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not print more than 4,300 digits
@@ -104,7 +104,7 @@ def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
     """Return the fault of an unknown key, with the nearest key or, if there are few, all keys."""
     listed = f"the keys here are {', '.join(sorted(known))}" if len(known) <= 20 else "docs/config.md lists the keys"
     hint = did_you_mean(key, known) or f"; {listed}"
-    return Fault(path, "unknown", f"unknown key {shown(key)}{hint}")
+    return Fault(path, "unknown", f"unknown key {quoted(key)}{hint}")
 
 
 def type_in(section: Mapping[str, object], path: str, known: Iterable[str]) -> str | Fault:
@@ -113,12 +113,14 @@ def type_in(section: Mapping[str, object], path: str, known: Iterable[str]) -> s
     if "type" not in section:
         return Fault(f"{path}.type", "missing", expected)
     written = section["type"]
-    return written if isinstance(written, str) else Fault(f"{path}.type", "type", f"{expected}, found {shown(written)}")
+    if isinstance(written, str):
+        return written
+    return Fault(f"{path}.type", "type", f"{expected}, found {quoted(written)}")
 
 
 def no_effect(path: str, value: object, reason: str) -> str:
     """Return the note on a setting without effect."""
-    return f"{path}: {shown(value)} has no effect here: {reason}"
+    return f"{path}: {quoted(value)} has no effect here: {reason}"
 
 
 def value_at(config: Any, path: str) -> object:
@@ -130,7 +132,7 @@ def needs(what: str, wanted: Mapping[str, tuple[tuple[object, ...], str]], confi
     """Return a fault for each key whose value `what` does not accept. wanted: path -> accepted values, and why."""
     found = [(path, value_at(config, path), *of_key) for path, of_key in wanted.items()]
     return [
-        Fault(path, "conflict", f"{what} needs {' or '.join(map(shown, accepted))}, found {shown(value)}: {why}")
+        Fault(path, "conflict", f"{what} needs {' or '.join(map(quoted, accepted))}, found {quoted(value)}: {why}")
         for path, value, accepted, why in found
         if value not in accepted
     ]

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 from ...configs.section import Section
 from .batch import BATCH_KEYS
 from .config import Config
-from .errors import ConfigError, Fault, shown
+from .errors import ConfigError, Fault, quoted
 from .read import join, read
 from .translate import ALIASES, Dialect, dialect_of, filled, translate
 
@@ -43,7 +43,7 @@ class Explained:
         return self.origin in ("default", "derived") and not self.why
 
     def __str__(self) -> str:
-        return f"{self.path} = {shown(self.value)}  ({self.origin}{': ' if self.why else ''}{self.why})"
+        return f"{self.path} = {quoted(self.value)}  ({self.origin}{': ' if self.why else ''}{self.why})"
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class _File:
         if messages:
             return Explained(path, value, "fault", "; ".join(messages), "")
         if meant := self.meant[path]:
-            return Explained(path, value, "set", ", ".join(f"{key} {shown(one)}" for key, one in meant.items()), "")
+            return Explained(path, value, "set", ", ".join(f"{key} {quoted(one)}" for key, one in meant.items()), "")
         note = self.notes.get(path, "").partition(" has no effect here: ")[2] or self.notes.get(path, "")
         why = note or self.dialect.reasons.get(path, "it changes nothing")
         return Explained(path, value, "no effect", why, "")
@@ -260,7 +260,7 @@ class Difference:
     def sides(self) -> tuple[str, str]:
         """Text for each side, such as `2 (set)`."""
         values = ((self.first, self.first_origin), (self.second, self.second_origin))
-        first, second = (_ABSENT if value == _ABSENT else f"{shown(value)} ({origin})" for value, origin in values)
+        first, second = (_ABSENT if value == _ABSENT else f"{quoted(value)} ({origin})" for value, origin in values)
         return first, second
 
 

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Natural, Patterns, worded
-from .errors import ConfigSection, shown
+from .errors import ConfigSection, quoted
 
 BackendName = Literal["auto", "triton", "reference"]
 FusionName = Literal["rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy"]
@@ -67,8 +67,8 @@ class KernelsConfig(ConfigSection):
             return []
         names = wanted if isinstance(wanted, tuple) else ()
         return [
-            f"kernels.{name}: {shown(getattr(self, name))} has no effect here: kernels.fuse_modules is "
-            f"{shown(list(names) if names else wanted)}"
+            f"kernels.{name}: {quoted(getattr(self, name))} has no effect here: kernels.fuse_modules is "
+            f"{quoted(list(names) if names else wanted)}"
             for name in FUSION_NAMES
             if name not in names and getattr(self, name) is not None
         ]

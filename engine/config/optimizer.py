@@ -6,7 +6,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
 from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import OptimizerParams, State, StateDtype
-from .errors import ConfigSection, Fault, did_you_mean, needs, no_effect, shown, type_in
+from .errors import ConfigSection, Fault, did_you_mean, needs, no_effect, quoted, type_in
 
 
 class OptimizerConfig(ConfigSection):
@@ -22,7 +22,7 @@ class OptimizerConfig(ConfigSection):
     @classmethod
     def _is_known(cls, value: str) -> str:
         if value not in OPTIMIZERS:
-            raise ValueError(f"expected one of {', '.join(OPTIMIZERS)}, found {shown(value)}")
+            raise ValueError(f"expected one of {', '.join(OPTIMIZERS)}, found {quoted(value)}")
         return value
 
     @field_validator("params", mode="before")
@@ -96,19 +96,19 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         return None, [], [written]
     name = optimizer_name(written)
     if name in REMOVED:
-        return None, [], [Fault("optimizer.type", "unsupported", f"{shown(written)} was removed; {REMOVED[name]}")]
+        return None, [], [Fault("optimizer.type", "unsupported", f"{quoted(written)} was removed; {REMOVED[name]}")]
     if name not in OPTIMIZERS:
         what = (
-            f"{shown(written)} is not supported yet: {NOT_DONE[name]}"
+            f"{quoted(written)} is not supported yet: {NOT_DONE[name]}"
             if name in NOT_DONE
-            else f"unknown optimizer {shown(written)}{did_you_mean(written, OPTIMIZERS)}"
+            else f"unknown optimizer {quoted(written)}{did_you_mean(written, OPTIMIZERS)}"
         )
         fix = f"there is {', '.join(OPTIMIZERS)}; or pass your own elementwise torch optimizer class to initialize"
         return None, [], [Fault("optimizer.type", "unsupported" if name in NOT_DONE else "value", f"{what}; {fix}")]
     params = section.get("params", {})
     if isinstance(params, dict) and OPTIMIZERS[name].sends_signs and "bias_correction" in params:
         why = "1-bit optimizers correct no moments, here and in DeepSpeed"
-        note = f"optimizer.params.bias_correction: {shown(params['bias_correction'])} has no effect here: {why}"
+        note = f"optimizer.params.bias_correction: {quoted(params['bias_correction'])} has no effect here: {why}"
         params = {key: value for key, value in params.items() if key != "bias_correction"}
         return {**section, "type": name, "params": params}, [note], []
     if not isinstance(params, dict) or name not in ("adam", "adamw"):
@@ -116,14 +116,14 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     params = dict(params)
     adam_w_mode = params.pop("adam_w_mode", True)
     if not isinstance(adam_w_mode, bool):
-        message = f"expected true or false, found {shown(adam_w_mode)}"
+        message = f"expected true or false, found {quoted(adam_w_mode)}"
         return None, [], [Fault("optimizer.params.adam_w_mode", "type", message)]
     notes = []
     if name == "adamw" and not adam_w_mode:
         notes.append('optimizer.params.adam_w_mode: false has no effect: type "AdamW" is always AdamW')
     if name == "adam" and adam_w_mode:
         params.setdefault("weight_decay", 0.0)
-        notes.append("optimizer.type: " + ADAM_IS_ADAMW.format(written, shown(params["weight_decay"])))
+        notes.append("optimizer.type: " + ADAM_IS_ADAMW.format(written, quoted(params["weight_decay"])))
         name = "adamw"
     return {**section, "type": name, "params": params}, notes, []
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ...configs.section import MAX_INTEGER
-from .errors import ConfigError, Fault, FaultKind, printable, shown
+from .errors import ConfigError, Fault, FaultKind, printable, quoted
 
 _TEXT = r'"(?:[^"\\\n]|\\.)*"'
 _COMMENTS = re.compile(rf"{_TEXT}|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
@@ -102,7 +102,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[st
         message = f"expected a path, the name of a preset or a dictionary, found {type(source).__name__}"
         raise ConfigError([Fault("", "type", message)])
     if not isinstance(raw, Mapping):
-        raise ConfigError([Fault("", "syntax", f"expected a JSON object, found {shown(raw)}")], name)
+        raise ConfigError([Fault("", "syntax", f"expected a JSON object, found {quoted(raw)}")], name)
     form = _Form(name)
     clean = form.clean(raw, "", 0)
     if form.faults:
@@ -120,8 +120,8 @@ def _find(source: str | os.PathLike[str]) -> Path:
             return path
     except OSError as error:  # for example a name that is too long, because it is the JSON text
         hint = "pass JSON text as json.loads(text), a dictionary"
-        fault = Fault("", "file", f"cannot be read: {error.strerror}: {shown(text)}; {hint}")
-        raise ConfigError([fault], shown(text)) from error
+        fault = Fault("", "file", f"cannot be read: {error.strerror}: {quoted(text)}; {hint}")
+        raise ConfigError([fault], quoted(text)) from error
     names = preset_names()
     by_spelling = {name.replace("_", "-"): name for name in names}
     if isinstance(source, str) and text.replace("_", "-") in by_spelling:
@@ -129,7 +129,7 @@ def _find(source: str | os.PathLike[str]) -> Path:
     what = "is a folder, not a file" if path.is_dir() else "no such file"
     beside = [str(other) for other in path.parent.glob("*.json")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, beside, n=3) + difflib.get_close_matches(path.stem, names, n=3)
-    hint = f"; did you mean {' or '.join(shown(item) for item in near)}" if near else ""
+    hint = f"; did you mean {' or '.join(quoted(item) for item in near)}" if near else ""
     fault = Fault("", "file", f"{what}: {printable(text)}{hint}; the presets are {', '.join(names)}")
     raise ConfigError([fault], printable(text))
 
@@ -158,7 +158,7 @@ def _loads(text: str, name: str) -> object:
     except json.JSONDecodeError as error:
         start, end = text.rfind("\n", 0, error.pos) + 1, text.find("\n", error.pos)
         line = text[start : end if end >= 0 else None].strip()
-        where = f"line {error.lineno}, column {error.colno}: {shown(line)}" if line else f"line {error.lineno}"
+        where = f"line {error.lineno}, column {error.colno}: {quoted(line)}" if line else f"line {error.lineno}"
         hint = "Comments (// # /* */) and a comma behind the last item are allowed; names and text need quotes"
         raise _unreadable(name, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
     except RecursionError as error:
@@ -203,7 +203,7 @@ class _Form:
         clean: dict[str, object] = {}
         for key, item in value.items():
             if not isinstance(key, str):
-                self._fault(path, "type", f"expected a string as a key, found {shown(key)}")
+                self._fault(path, "type", f"expected a string as a key, found {quoted(key)}")
             elif not is_comment(key):
                 self._check(key, join(path, key))
                 clean[key] = self.clean(item, join(path, key), depth + 1)
@@ -215,11 +215,11 @@ class _Form:
             if path not in OR_NEVER or value != math.inf:
                 self._fault(path, "value", f"expected a finite number, found {value}")
         elif isinstance(value, int) and abs(value) > MAX_INTEGER:
-            self._fault(path, "value", f"expected an integer of at most 64 bits, found {shown(value)}")
+            self._fault(path, "value", f"expected an integer of at most 64 bits, found {quoted(value)}")
         elif isinstance(value, str) and not _is_unicode(value):
-            self._fault(path, "value", f"expected Unicode text, found half of a surrogate pair in {shown(value)}")
+            self._fault(path, "value", f"expected Unicode text, found half of a surrogate pair in {quoted(value)}")
         elif value is not None and not isinstance(value, str | bool | int | float):
-            self._fault(path, "type", f"expected a JSON value, found {type(value).__name__} {shown(value)}")
+            self._fault(path, "type", f"expected a JSON value, found {type(value).__name__} {quoted(value)}")
 
     def _fault(self, path: str, kind: FaultKind, message: str) -> None:
         self.faults.append(Fault(path, kind, message))
@@ -236,5 +236,5 @@ def _is_unicode(text: str) -> bool:
 def join(path: str, key: str) -> str:
     """Return the JSON path of a key in the object at `path`. A key that is not a plain word is quoted."""
     is_plain = len(key) <= 80 and key.replace("-", "_").isidentifier()
-    name = key if is_plain else shown(key)
+    name = key if is_plain else quoted(key)
     return f"{path}.{name}" if path else name

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
 from ...configs.section import Bool, Float, Int, Natural, NonNegative, Positive, Section
-from .errors import ConfigSection, Fault, did_you_mean, shown, type_in
+from .errors import ConfigSection, Fault, did_you_mean, quoted, type_in
 
 
 class WarmupLRParams(Section):
@@ -242,9 +242,9 @@ def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] |
     if written.lower() not in names:
         reason = {name.lower(): why for name, why in NOT_BY_STEPS.items()}.get(written.lower())
         what = (
-            f"{shown(written)} is not supported yet: {reason}"
+            f"{quoted(written)} is not supported yet: {reason}"
             if reason is not None
-            else f"unknown scheduler {shown(written)}{did_you_mean(written, SCHEDULERS)}"
+            else f"unknown scheduler {quoted(written)}{did_you_mean(written, SCHEDULERS)}"
         )
         fix = f"there is {', '.join(SCHEDULERS)}; or pass your own lr_scheduler to initialize"
         return None, [Fault("scheduler.type", "value" if reason is None else "unsupported", f"{what}; {fix}")]

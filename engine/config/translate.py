@@ -20,7 +20,7 @@ from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 from ...configs.section import MAX_INTEGER, Section
 from ...optimizers import OPTIMIZERS
 from .batch import BATCH_KEYS
-from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, shown, unknown_key
+from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, quoted, unknown_key
 from .optimizer import canonical_optimizer
 from .read import join
 from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, canonical_scheduler
@@ -308,7 +308,7 @@ def _removed(here: str, value: object) -> str | Fault:
     """Answer a removed section: a note if it is off, as in files that a plan wrote, else a fault."""
     switch, instead = REMOVED[here]
     if value is None or (isinstance(value, dict) and value.get(switch) is None):
-        return f"{here}: {shown(value)} has no effect here: it was removed; {instead}"
+        return f"{here}: {quoted(value)} has no effect here: it was removed; {instead}"
     return Fault(here, "unsupported", f"was removed; {instead}")
 
 
@@ -376,7 +376,7 @@ def _with(
             continue
         if value == "auto" and here in values:
             value = values[here]
-            notes.append(f'{here}: "auto" is {shown(value)}: it was given as `fill`')
+            notes.append(f'{here}: "auto" is {quoted(value)}: it was given as `fill`')
         kinds = known.get(here, {bool} if key == "enabled" else set())
         result[key] = _value(value, here, kinds, notes)
     return result
@@ -397,7 +397,7 @@ def _value(value: object, path: str, kinds: set[type], notes: list[str]) -> obje
         except ValidationError:
             return value
     if found is not value:
-        notes.append(f"{path}: read {shown(value)} as {shown(found)}")
+        notes.append(f"{path}: read {quoted(value)} as {quoted(found)}")
     return found
 
 

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Float, Folder, Int, Natural, Patterns, Positive
 from .batch import nearest_divisors
-from .errors import ConfigSection, Fault, shown
+from .errors import ConfigSection, Fault, quoted
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -96,7 +96,7 @@ class OffloadOptimizerConfig(OffloadSection):
             return self.idle("nothing is offloaded with ratio 0", but=("ratio",))
         found = super().notes(config)
         if self.is_used and not self.is_delayed:
-            why = f'overlap is {shown(self.overlap)}, not "delayed"'
+            why = f'overlap is {quoted(self.overlap)}, not "delayed"'
             found += self.idle(why, only=("delay_after_steps",))
         return found
 

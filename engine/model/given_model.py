@@ -19,7 +19,7 @@ from ...watch.log import logger
 from ...zero.released import ReleasedParameter
 from ..blueprint.optimizer_plan import OptimizerPlan
 from ..config.config import Config
-from ..config.errors import shown
+from ..config.errors import quoted
 from ..config.explain import leaves
 from .deferred import DeferredModel, LaterModel, build_in_files, move
 from .recording import NotRecordedError
@@ -212,7 +212,7 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in module.named_parameters()
     }
-    settings = {path: shown(value) for path, value in leaves(config.model_dump(mode="json"))}
+    settings = {path: quoted(value) for path, value in leaves(config.model_dump(mode="json"))}
     digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
     if len(set(world.gather_objects(digest))) == 1:
         return

@@ -34,7 +34,7 @@ from ..config.config import Config
 from ..config.errors import ConfigError, Fault
 from .given_model import LossFn
 
-_MEET = (
+_ADVICE = (
     "written-out attention, convolutions over tokens, recurrences and means over tokens see only a rank's part; use "
     "scaled_dot_product_attention, or set parallel.sequence to 1"
 )
@@ -156,9 +156,9 @@ class Sequences:
         finally:
             attention.is_alone = False
         tolerance = self._tolerance()
-        meet = trial.differs and _differ([one], [other], tolerance)
+        mixes = trial.differs and _differ([one], [other], tolerance)
         is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
-        self._judge(*summed([attention.num_calls - before, meet, is_no_sum, attention.fault is not None]))
+        self._judge(*summed([attention.num_calls - before, mixes, is_no_sum, attention.fault is not None]))
         self._tried.add(has_labels)
 
     def _find_ignored(
@@ -213,16 +213,16 @@ class Sequences:
         data.ignored = self._data.ignored
         return data
 
-    def _judge(self, num_calls: int, num_meeting: int, num_no_sums: int, num_faults: int) -> None:
+    def _judge(self, num_calls: int, num_mixing: int, num_no_sums: int, num_faults: int) -> None:
         name = type(self._module).__name__
         if num_faults:
             raise SequenceError(self._attention.fault or f"attention of {name} on a different rank cannot be split")
         if not num_calls:
-            raise SequenceError(f"expected split attention in a forward of {name}, found no call of it: {_MEET}")
-        if num_meeting:
+            raise SequenceError(f"expected split attention in a forward of {name}, found no call of it: {_ADVICE}")
+        if num_mixing:
             raise SequenceError(
                 f"expected tokens of {name} to mix only in attention, found that a token's loss depends on the rest "
-                f"without attention: {_MEET}" + ("" if self._has_own_loss else _OF_LOSS_FN)
+                f"without attention: {_ADVICE}" + ("" if self._has_own_loss else _OF_LOSS_FN)
             )
         if num_no_sums:
             raise SequenceError(

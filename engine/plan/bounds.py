@@ -363,8 +363,8 @@ class Bounds:
         if self._machine.device == "cpu":  # gradients of large weights are written into staged memory
             return seconds, exchanging, 0.0 if is_offloaded else kept, away
         bases, most = profile.base_bytes(), 0
-        for gathered, name, stretch in self._beside(frees_parameters):
+        for gathered, name, phase in self._beside(frees_parameters):
             part = profile.part(name)
             base = bases.get(name, 0)
-            most = max(most, gathered + (min(base, limit) if is_offloaded else base) + part.peak_bytes(stretch))
+            most = max(most, gathered + (min(base, limit) if is_offloaded else base) + part.peak_bytes(phase))
         return seconds, exchanging, most, away

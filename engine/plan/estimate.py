@@ -137,14 +137,14 @@ class Activations:
     def _limit(self) -> int:
         return kept_limit(self.profile, self.config)
 
-    def at(self, name: str, stretch: ComputePhase) -> int:
+    def at(self, name: str, phase: ComputePhase) -> int:
         """Return bytes while a part computes."""
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
         base = min(base, self._limit) if self.is_offloaded else base
         base += self.profile.cast_bytes
-        waiting = 0 if stretch is ComputePhase.FORWARD else self._waiting[name] * self._rest_waits
-        return base + part.peak_bytes(stretch) + waiting
+        waiting = 0 if phase is ComputePhase.FORWARD else self._waiting[name] * self._rest_waits
+        return base + part.peak_bytes(phase) + waiting
 
     @property
     def offloaded_bytes(self) -> int:
@@ -255,8 +255,8 @@ class StepParts:
         slots = activations.profile.slot_bytes
         rests, peak = self.rests, self.rests.after_backward + slots
         most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
-        for beside, gathered, staged, name, stretch in self._moments:
-            held = activations.at(name, stretch)
+        for beside, gathered, staged, name, phase in self._moments:
+            held = activations.at(name, phase)
             peak = max(peak, rests.bytes + beside + held + slots)
             for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
                 most[kind] = max(most[kind], nbytes)
@@ -284,7 +284,7 @@ class StepParts:
                 if arriving:
                     waits = passing * self._waits
                     copies += sum(self.rests.copies[name] for name in arriving) * step.is_last
-                found.append((beside, moment.gathered_bytes, moment.staged_bytes, moment.part, moment.stretch))
+                found.append((beside, moment.gathered_bytes, moment.staged_bytes, moment.part, moment.phase))
         return found
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
-from ..config.errors import shown
+from ..config.errors import quoted
 from ..model.deferred import module_for_shapes
 from ..model.prepared_model import tiles_of
 from ..model.sequences import check_sequences
@@ -307,7 +307,7 @@ def _reasons(
         elif rival is not None:
             slower = f"{rival.seconds / value.seconds_per_sample - 1:.1%}"
             than = "is as fast" if slower == "0.0%" else f"is {slower} slower"
-            reasons[key] = f"the best with {shown(getattr(rival.item, name))} {than}"
+            reasons[key] = f"the best with {quoted(getattr(rival.item, name))} {than}"
         elif result.best:
             reasons[key] = f"all of the {len(result.best)} fastest have it"
         else:

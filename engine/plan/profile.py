@@ -85,8 +85,8 @@ class ProfilePart:
     def backward_peak_bytes(self) -> int:
         return max(self.backward_start_bytes, self.backward_rest_bytes)
 
-    def peak_bytes(self, stretch: ComputePhase) -> int:
-        match stretch:
+    def peak_bytes(self, phase: ComputePhase) -> int:
+        match phase:
             case ComputePhase.FORWARD:
                 return self.forward_peak_bytes
             case ComputePhase.BACKWARD_START:

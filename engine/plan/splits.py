@@ -178,26 +178,26 @@ class MetaCollectives(Collectives):
 
     def sum(self, x: Tensor, what: str) -> Tensor:
         before, y = self.bytes_sent, super().sum(x, what)
-        return self._told("sum", y, y.nbytes, before)
+        return self._recorded("sum", y, y.nbytes, before)
 
     def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
         before, y = self.bytes_sent, super().sum_part(x, dim, what)
-        return self._told("sum_part", y, x.nbytes, before)
+        return self._recorded("sum_part", y, x.nbytes, before)
 
     def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
         before, y = self.bytes_sent, super().gather(x, dim, what)
-        return self._told("gather", y, y.nbytes, before)
+        return self._recorded("gather", y, y.nbytes, before)
 
     def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
         before, y = self.bytes_sent, super().swap_rows(x, counts, what)
-        return self._told("swap", y, y.nbytes, before)
+        return self._recorded("swap", y, y.nbytes, before)
 
     def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
         before, arriving = self.bytes_sent, super().trade(chunks, to, of, what)
-        self._told("trade", chunks, chunks.nbytes, before)
+        self._recorded("trade", chunks, chunks.nbytes, before)
         return arriving
 
-    def _told(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
+    def _recorded(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
         self._tracker.done.exchanges.append(CollectiveCall(self._name, kind, nbytes, self.bytes_sent - sent_before))
         return y
 

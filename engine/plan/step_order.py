@@ -74,7 +74,7 @@ class StepPhase:
     """Memory while a part computes, besides parameters at rest, activations and finished gradients."""
 
     part: str
-    stretch: ComputePhase
+    phase: ComputePhase
     gathered_bytes: int
     staged_bytes: int  # gradients copied into new messages; 0 if the transport reuses its slots
     arrived: frozenset[str]  # groups whose gradient this backward has made
@@ -187,9 +187,9 @@ class StepOrder:
         reduces = self.blueprint.policy.reduces_every_backward
         return accumulates and not reduces and group.is_added_up_flat
 
-    def _add_moment(self, name: str, stretch: ComputePhase, staged: int) -> None:
+    def _add_moment(self, name: str, phase: ComputePhase, staged: int) -> None:
         gathered = max(self.most_gathered_bytes, self.gathered_bytes)
-        self.moments.append(StepPhase(name, stretch, gathered, staged, frozenset(self._arrived)))
+        self.moments.append(StepPhase(name, phase, gathered, staged, frozenset(self._arrived)))
 
     @property
     def _stages_now(self) -> bool:

@@ -31,7 +31,7 @@ class ParameterFingerprints:
         self._memory: list[Tensor] = []  # buffers of the last remembered values
         self._seen: Tensor | None = None  # () bool on a device: a value has changed
         self._looks: list[_Look] = []
-        self._told: list[_Look] = []  # comparisons that the last `take_changed` covers
+        self._covered: list[_Look] = []  # comparisons that the last `take_changed` covers
 
     def __len__(self) -> int:
         """Return the number of dtypes."""
@@ -39,7 +39,7 @@ class ParameterFingerprints:
 
     def remember(self) -> None:
         """Remember the values at the end of a step."""
-        self._told = []
+        self._covered = []
         is_looked_at = self._looks and any(values is self._memory for values, _ in self._looks)
         if self._samples and (is_looked_at or not self._memory):
             with torch.inference_mode(False):  # else the next step could not write to it
@@ -80,12 +80,12 @@ class ParameterFingerprints:
         """
         self._values = None  # the update changes them, and `remember` follows it
         seen, self._seen = self._seen, None
-        self._told, self._looks = self._looks, []
+        self._covered, self._looks = self._looks, []
         return seen
 
     def changed_name(self) -> str:
         """Return the name of a parameter that the last `take_changed` found changed, or "". Waits for the device."""
-        for old, new in self._told:
+        for old, new in self._covered:
             if name := self._first_difference(old, new):
                 self._values = old  # the next step must not accept the change
                 return name

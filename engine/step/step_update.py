@@ -51,8 +51,8 @@ class StepUpdate:
         self._delay_after_steps = delay_after_steps
         gradients = [gradient for unit in reduction_order for gradient in unit.gradients]
         self.uses = Uses(optimizer.param_groups, gradients, mesh.world.size)
-        self.thin = [gradient.low_rank for gradient in gradients if gradient.low_rank is not None]
-        for one in self.thin:
+        self.low_rank = [gradient.low_rank for gradient in gradients if gradient.low_rank is not None]
+        for one in self.low_rank:
             one.step, one.unit = lambda: optimizer.counts.num_steps, unclipped_factor
         self._failure = ""  # of a background update on any rank: its states are partly updated
         self._postponed: list[tuple[ShardState, list[tuple[ParamShard, Tensor]]]] = []

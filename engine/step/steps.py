@@ -415,7 +415,7 @@ class Steps:
         if not is_started or sums.num_bad:
             self._update_or_skip(sums, norm, number, grad_scale)
         if not result.skipped:
-            for low_rank in self.update.thin:
+            for low_rank in self.update.low_rank:
                 low_rank.accept(grad_scale)
         for end in self.features.after_update:
             end(result.skipped)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..engine.config.config import Config
-from ..engine.config.errors import ConfigError, Fault, shown
+from ..engine.config.errors import ConfigError, Fault, quoted
 from ..engine.config.read import read
 from ..engine.config.sections import dtype_name
 from ..engine.config.translate import filled
@@ -99,7 +99,7 @@ class DeepSpeedConfig:
         for key in ("param_dtype", "buffer_dtype"):
             found = GETTERS[key](self)
             if found is not None and found not in _DTYPES:
-                message = f"expected one of {', '.join(_DTYPES)}, found {shown(found)}"
+                message = f"expected one of {', '.join(_DTYPES)}, found {quoted(found)}"
                 raise ConfigError([Fault(f"data_types.{key}", "value", message)])
         mode, said = _compute_dtype(self), GETTERS["param_dtype"](self)
         if said is not None and _DTYPES[said] != mode:

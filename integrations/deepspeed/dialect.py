@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..engine.config.errors import Fault, shown, unknown_key
+from ..engine.config.errors import Fault, quoted, unknown_key
 from ..engine.config.optimizer import optimizer_name
 from ..engine.config.scheduler import WarmupDecayLRParams
 from ..engine.config.translate import Dialect, Translation, paths_of, says_no_own_word
@@ -132,7 +132,7 @@ class DeepSpeed(Dialect):
         if scheduler is not None and isinstance(scheduler.params, WarmupDecayLRParams):
             theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
         return [
-            f"{path}: missing, so it is {shown(here)} here; in DeepSpeed 0.19 it is {shown(there)}. Write the value "
+            f"{path}: missing, so it is {quoted(here)} here; in DeepSpeed 0.19 it is {quoted(there)}. Write the value "
             "that you want"
             for path, (here, there) in theirs.items()
             if path not in paths and here != there
@@ -201,11 +201,11 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
 def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
     """Translate DeepSpeed's old offload switches: each true one becomes a section in `kept`."""
     if value is not None and not isinstance(value, bool):
-        out.faults.append(Fault(here, "type", f"expected true or false, found {shown(value)}"))
+        out.faults.append(Fault(here, "type", f"expected true or false, found {quoted(value)}"))
     elif here == PIN_SWITCH:
         if value is not None and not any(section.get(key) is True for key in _OLD_SWITCHES):
             reason = "it needs cpu_offload or cpu_offload_params; offload_optimizer and offload_param have pin_memory"
-            out.notes.append(f"{here}: {shown(value)} has no effect here: {reason}")
+            out.notes.append(f"{here}: {quoted(value)} has no effect here: {reason}")
     elif value:
         name = CPU_SWITCHES[here].rpartition(".")[2]
         if section.get(name) is not None:
@@ -225,7 +225,7 @@ def _mics(value: object, section: dict[str, object], kept: dict[str, object], ou
             Fault(MICS, "conflict", 'means the same as "shard_size", which is given too; keep one of them')
         )
     elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        out.faults.append(Fault(MICS, "value", f"expected -1 or the ranks of a shard group, found {shown(value)}"))
+        out.faults.append(Fault(MICS, "value", f"expected -1 or the ranks of a shard group, found {quoted(value)}"))
     else:
         kept["shard_size"] = value
 
@@ -238,7 +238,7 @@ def _take_bf16_switches(out: Translation) -> None:
     found = {path: section.pop(path.rpartition(".")[2], None) for path in (BF16_MASTERS, BF16_STATES)}
     for path, value in found.items():
         if value is not None and not isinstance(value, bool):
-            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
+            out.faults.append(Fault(path, "type", f"expected true or false, found {quoted(value)}"))
     if found[BF16_MASTERS] is True:
         if section.get("masters", False) is not False:
             out.faults.append(Fault(BF16_MASTERS, "conflict", 'means "masters": false; keep one of them'))
@@ -270,7 +270,7 @@ def _take_quantized(out: Translation) -> None:
     for path, bits in QUANTIZED.items():
         value = section.pop(path.rpartition(".")[2], None)
         if value is not None and not isinstance(value, bool):
-            out.faults.append(Fault(path, "type", f"expected true or false, found {shown(value)}"))
+            out.faults.append(Fault(path, "type", f"expected true or false, found {quoted(value)}"))
         if value is not True:
             continue
         said = ", ".join(f"communication.{key} {count}" for key, count in bits.items())
@@ -296,12 +296,12 @@ def _take_profilers(out: Translation) -> None:
         if section is None or section is False:
             continue
         if not isinstance(section, dict):
-            out.faults.append(Fault(name, "type", f"expected an object, found {shown(section)}"))
+            out.faults.append(Fault(name, "type", f"expected an object, found {quoted(section)}"))
             continue
         known = ["enabled", *idle, *((*FLOPS_WORDS, "output_file") if name == "flops_profiler" else ())]
         out.faults += [unknown_key(f"{name}.{key}", key, known) for key in section if key not in known]
         if not isinstance(section.get("enabled", False), bool):
-            message = f"expected true or false, found {shown(section['enabled'])}"
+            message = f"expected true or false, found {quoted(section['enabled'])}"
             out.faults.append(Fault(f"{name}.enabled", "type", message))
         if section.get("enabled") is True:
             found["enabled"] = True

@@ -61,7 +61,7 @@ class _Entry:
     part: Tensor | None = None
     num_gathered: int = 0  # open contexts of GatheredParameters
     fingerprint: object = None  # `_fingerprint` at the start of the outermost of these contexts
-    take_reader: Callable[[], object] | None = None
+    remove_reader: Callable[[], object] | None = None
 
 
 class DividedParameters:
@@ -143,7 +143,7 @@ class DividedParameters:
             self.open([param for param in together if param in self._entries])
             return True
 
-        entry.take_reader = set_reader(param, read)
+        entry.remove_reader = set_reader(param, read)
 
     def open(self, params: Iterable[nn.Parameter], gathered: bool = False) -> None:
         """Make parameters whole. gathered: until `close_gathered`. A collective if any is divided."""
@@ -205,8 +205,8 @@ class DividedParameters:
 
     def _forget_part(self, entry: _Entry, param: nn.Parameter) -> None:
         entry.part = None
-        assert entry.take_reader is not None
-        entry.take_reader()
+        assert entry.remove_reader is not None
+        entry.remove_reader()
         mark_present([param])
 
     def is_divided(self, param: nn.Parameter) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..engine.config.errors import Fault, shown, unknown_key
+from ..engine.config.errors import Fault, quoted, unknown_key
 from ..engine.config.read import join
 
 Expected = Literal["true or false", "an integer", "a number", "a string", "an object", "any value"]
@@ -396,16 +396,16 @@ def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
     if rule.outcome == "section" and value is False:
         return ()
     if not _has_type(value, rule.expected) and not (value == "auto" and rule.outcome == "no_effect"):
-        return [Fault(path, "type", f"expected {rule.expected}, found {shown(value)}")]
+        return [Fault(path, "type", f"expected {rule.expected}, found {quoted(value)}")]
     if rule.outcome == "no_effect":
-        return [f"{path}: {shown(value)} has no effect here: {rule.reason}"]
+        return [f"{path}: {quoted(value)} has no effect here: {rule.reason}"]
     if rule.outcome == "section":
         if isinstance(value, dict) and not is_on(value):
             asks = path == "compile" and "backend" in value and value.get("disable") is not True
-            note = [f"{path}: {shown(value)} has no effect here: {_COMPILED_BY_CALL}"] if asks else []
+            note = [f"{path}: {quoted(value)} has no effect here: {_COMPILED_BY_CALL}"] if asks else []
             return [*unknown_words(path, value), *note]
         return [Fault(path, "unsupported", f"not supported yet; {rule.reason}")]
-    return [Fault(path, "unsupported", f"{shown(value)} is not supported yet; {rule.reason}")]
+    return [Fault(path, "unsupported", f"{quoted(value)} is not supported yet; {rule.reason}")]
 
 
 def unknown_words(path: str, section: dict[str, object]) -> list[Fault]:

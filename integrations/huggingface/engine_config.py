@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.config.config import Config
-from ..engine.config.errors import ConfigError, Fault, shown
+from ..engine.config.errors import ConfigError, Fault, quoted
 from ..engine.config.parallel import ParallelConfig
 from ..engine.config.read import PRESETS, read
 from ..engine.config.translate import filled, value_of
@@ -76,7 +76,7 @@ class EngineConfig:
                     inside[key] = given.value
             elif found not in (None, "auto") and given.must_match and found != given.value:
                 message = (
-                    f'expected "auto" or {shown(given.value)} ({given.argument}), found {shown(found)}; change one '
+                    f'expected "auto" or {quoted(given.value)} ({given.argument}), found {quoted(found)}; change one '
                     "of them"
                 )
                 self.faults.append(Fault(given.key, "conflict", message))
@@ -93,7 +93,7 @@ class EngineConfig:
             elif found == "auto":
                 self.fill[key] = wanted
             elif found is not wanted and precision != "no":
-                message = f"found {shown(found)}, but {argument}={precision!r}; there is one compute dtype: change one"
+                message = f"found {quoted(found)}, but {argument}={precision!r}; there is one compute dtype: change one"
                 self.faults.append(Fault(key, "conflict", message))
 
     def on_device(self, device: str) -> None:
@@ -110,7 +110,7 @@ class EngineConfig:
                 parallel[key] = 1
         if self.found("parallel.pipeline") not in (None, 1):
             message = (
-                f"expected 1 with Hugging Face's trainers, found {shown(parallel['pipeline'])}: their loop calls "
+                f"expected 1 with Hugging Face's trainers, found {quoted(parallel['pipeline'])}: their loop calls "
                 "forward and backward itself. Use lowtide.initialize, whose train_step runs the schedule"
             )
             self.faults.append(Fault("parallel.pipeline", "unsupported", message))

@@ -10,7 +10,7 @@ import torch
 import lowtide
 from lowtide.bin.plan import main
 from lowtide.comm import World
-from lowtide.engine.plan.asked import machine_here
+from lowtide.engine.plan.for_engine import machine_here
 from lowtide.engine.plan.machine import Machine, calibrated, fit
 from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve, device_key
 from lowtide.engine.plan.measuring import operations

@@ -163,7 +163,7 @@ def test_the_preset_chooses_everything_and_says_why(caplog: pytest.LogCaptureFix
 def test_the_log_is_there_before_the_planner_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("lowtide.engine.build.configure", lambda: said.append("log"))
-    monkeypatch.setattr("lowtide.engine.plan.asked.plan_on", lambda *_: said.append("plan"))
+    monkeypatch.setattr("lowtide.engine.plan.for_engine.plan_on", lambda *_: said.append("plan"))
     with pytest.raises(AttributeError):
         lowtide.initialize(models.tiny_gpt(), {"zero_optimization": {"stage": "auto"}, "optimizer": ADAMW})
     assert said == ["log", "plan"]

@@ -234,10 +234,10 @@ def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
         for name, nbytes in of_rest.items()
     }
 
-    def at(stage: int, accumulation: int, stretch: ComputePhase) -> list[int]:
+    def at(stage: int, accumulation: int, phase: ComputePhase) -> list[int]:
         config = Config.load({"gradient_accumulation_steps": accumulation})
         activations = Activations(Profile(1, 1, parts), config, ZeroPolicy.from_stage(stage))
-        return [activations.at(name, stretch) for name in parts]
+        return [activations.at(name, phase) for name in parts]
 
     for stage, accumulation in ((0, 1), (3, 1), (2, 2)):
         assert at(stage, accumulation, ComputePhase.FORWARD) == [0, 100, 200]

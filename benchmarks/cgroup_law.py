@@ -1,8 +1,8 @@
 """The law of memory: in a cgroup with the planned bytes and 3 % more a job ends well, with 3 % less it is killed.
 
 Random models, configs and one to four ranks, each case both ways, in fresh processes. Planned are for each rank the
-peak of its tensors, what a process takes beside them as `lowtide env --measure` has found it, and the kernel's tables
-of its pages. The C library gives back what is freed, as the environment tells it. Needs root and memory cgroups.
+peak of its tensors, what a process takes beside them as a tiny training shows it, and the kernel's tables of its pages.
+The C library gives back what is freed, as the environment tells it. Needs root and memory cgroups.
 
 Example:
 
@@ -20,18 +20,25 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from _contenders import lowtide_config
 from _harness import JobError, Parser, begin, count, environment_of, run_ranks, write_json
 from _model import GPTSize
-from predicted import Case, estimate_of
+from predicted import Case, estimate_of, train
 
 from lowtide.engine.plan.measured import Measured, default_path
-from lowtide.engine.plan.measuring.process import EXACT, name_of
 
 MARGIN = 0.03
+EXACT = {  # glibc returns freed memory at once
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "MALLOC_ARENA_MAX": "1",
+}
+_TINY = GPTSize(num_layers=2, width=32, num_heads=2, sequence_length=32)
 _PAGE_TABLES = 1 / 512  # of what is mapped: 8 bytes for each page of 4 KiB
 ROOT = Path("/sys/fs/cgroup")
 _SECONDS_TO_EMPTY = 10.0
@@ -134,13 +141,32 @@ class Outcome:
         return f"{self.planned / 1e6:7.1f} MB planned, {said}   {self.name}"
 
 
-def planned_bytes(case: Case, measured: Measured) -> int:
+def private_bytes(job: dict[str, Any]) -> int:
+    """Train as a worker, and return this process's bytes in heap, stacks and anonymous maps."""
+    train(job)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+@cache
+def process_bytes(every: int, is_bf16: bool, timeout: float) -> int:
+    """Return bytes of a rank beside its tensors: interpreter, torch and its libraries, threads, engine.
+
+    It depends on the imports: with the first recomputed block torch imports its compiler, 75 MB. In bf16, oneDNN
+    keeps about 0.7 MB of generated code for each kind and shape of product.
+    """
+    config = lowtide_config(0, optimizer={"type": "adamw", "params": {}}, activation_checkpointing={"every": every})
+    config |= {"bf16": {"enabled": True}} if is_bf16 else {}
+    case = Case("law", "a process", 1, _TINY, config)
+    job = {"worker": "cgroup_law:private_bytes", "threads": 1, "cases": [asdict(case)], "rounds": 1, "steps": 1}
+    (found,) = run_ranks(job, 1, sys.executable, environment_of(1, None) | EXACT, timeout)
+    return int(found)
+
+
+def planned_bytes(case: Case, measured: Measured, timeout: float) -> int:
     """Of all ranks of a job on one host."""
     estimate = estimate_of(case, measured)
-    name = name_of(case.ranks, bool(case.config["activation_checkpointing"]["every"]), "bf16" in case.config)
-    if name not in measured.process_bytes:
-        raise ValueError(f'the machine\'s file does not say what a process takes "{name}"; measure it again')
-    process = measured.process_bytes[name]
+    process = process_bytes(case.config["activation_checkpointing"]["every"], "bf16" in case.config, timeout)
     each = process + estimate.peak_bytes + estimate.host_bytes
     return round(case.ranks * each * (1 + _PAGE_TABLES))
 
@@ -219,11 +245,9 @@ def main() -> None:
     outcomes = []
     try:
         measured = Measured.read(options.machine)
-        if not measured.process_bytes:
-            raise ValueError(f"{options.machine} does not say what a process takes; measure it on Linux")
         for number in range(options.cases):
             case = drawn(generator, 1 + number % 4)
-            outcomes.append(judged(case, planned_bytes(case, measured), options))
+            outcomes.append(judged(case, planned_bytes(case, measured, options.timeout), options))
             print(outcomes[-1].text, flush=True)
     except (NoCgroup, ValueError) as error:
         raise SystemExit(f"cgroup_law: {error}") from error

@@ -38,7 +38,7 @@ from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.measured import Measured, default_path
 from lowtide.engine.plan.measuring.measure import num_cores
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.planner import Planner, Profiler
 
 MODELS = {
     "wide": GPTSize(num_layers=2, width=768, num_heads=12, sequence_length=128),
@@ -66,11 +66,11 @@ def estimate_of(case: Case, measured: Measured) -> Estimate:
         model = build_model(case.size)
     config = Config.load(case.config)
 
-    def runs(blueprint: Blueprint) -> MetaRun:
-        return MetaRun(model, blueprint.units, blueprint.dtypes, "cpu")
+    def make_profiler(blueprint: Blueprint) -> Profiler:
+        return MetaRun(model, blueprint.units, blueprint.dtypes, "cpu").profile
 
     (batch,) = build_batches(case.size, 1, 1)
-    planner = Planner(model, config.as_dict(), machine, runs, batch)
+    planner = Planner(model, config.as_dict(), machine, make_profiler, batch)
     return planner.estimate(Choice.of(config.resolve(case.ranks)))
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from ..engine.config.config import Config
 from ..engine.config.read import read
 from ..engine.model.deferred import module_for_shapes
-from ..engine.plan.llama import Shape, batch, build, runs_of
+from ..engine.plan.llama import Shape, batch, build, short_profiler
 from ..engine.plan.machine import Machine, calibrated
 from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
@@ -107,7 +107,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
             arguments.layers, arguments.hidden, arguments.heads, arguments.vocab, arguments.sequence or 2048,
             kv_heads=arguments.kv_heads or 0, mlp=arguments.mlp or 0,
         )  # fmt: skip
-        return plan_with(build(shape), config, machine, runs_of(shape), batch(shape))
+        return plan_with(build(shape), config, machine, partial(short_profiler, shape), batch(shape))
     made = _made(_factory(arguments.model) if arguments.model else _hugging_face(arguments.hf))
     sample = made_batch(made, arguments.sequence)
     return plan(made, config, world_size=arguments.gpus, machine=machine, hosts=machine.num_hosts, sample_batch=sample)

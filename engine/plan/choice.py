@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import gcd
@@ -71,7 +72,7 @@ class Choice:
         """The number of ranks that get the same data."""
         return self.pipeline * self.tensor * self.sequence
 
-    def states(self) -> Choice:
+    def without_batch(self) -> Choice:
         """Return this choice with default batch and activation keys. It needs the same bytes for model states."""
         several = min(self.accumulation, 2)
         if self.pipeline > 1:
@@ -80,7 +81,7 @@ class Choice:
 
     def applied(self, base: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
         """Return the config file `base` with the values of this choice."""
-        values = _copied(base)
+        values = copy.deepcopy(dict(base))
         for name, key in KEYS.items():
             _put(values, key, getattr(self, name))
         num_data = max(1, num_ranks // self.ranks_of_sample)  # 0 for too large degrees, which `resolve` refuses
@@ -274,10 +275,6 @@ def _put(values: dict[str, Any], path: str, value: Any) -> None:
     for key in sections:
         values = values.setdefault(key, {})
     values[last] = value
-
-
-def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copied(value) if isinstance(value, Mapping) else value for key, value in values.items()}
 
 
 _DEFAULTS = Config().as_dict()

@@ -138,52 +138,46 @@ def batch(shape: Shape) -> dict[str, Tensor]:
     return {name: torch.empty(1, shape.sequence, dtype=torch.int64, device="meta") for name in names}
 
 
-class ShortRuns:
-    """Profiles a few layers that stand for all layers: these are equal, except for the last.
+def short_profiler(shape: Shape, blueprint: Blueprint) -> Callable[[Any, int, int, bool], Profile]:
+    """Return a function that profiles a few layers, which stand for all: layers are equal, except for the last.
 
     With sequence parallelism, activations are whole at both ends of each pipeline stage, so the first and last layers
     of each stage differ.
     """
+    splits, units = PlannedSplits.of(blueprint), blueprint.config.zero_optimization.units
+    lengths = [shape.layers]
+    if splits.has_parts and splits.stages is not None:
+        lengths = [len(names) for names in splits.stages]
+    most = _SHORT_WITH_PARTS if splits.has_parts else _SHORT
+    shorts = [*sorted({min(length, most) for length in lengths[:-1]}), min(lengths[-1], most)]
+    starts = list(accumulate(shorts, initial=0))
+    stages = [{f"layers.{number}" for number in range(*pair)} for pair in pairwise(starts)]
+    stands_for = []  # by layer: the profiled layer
+    for stage, length in enumerate(lengths):
+        at = len(shorts) - 1 if stage == len(lengths) - 1 else shorts.index(min(length, most))
+        for place in range(length):
+            layer = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
+            stands_for.append(f"layers.{starts[at] + layer}")
+    model = build(replace(shape, layers=starts[-1]))
+    run = MetaRun(
+        model,
+        plan_units(model, None if units == "auto" else units),
+        blueprint.dtypes,
+        blueprint.device,
+        tiles=tiles_of(blueprint.config),
+        splits=replace(splits, stages=None if splits.stages is None else stages),
+    )
 
-    def __init__(self, shape: Shape, blueprint: Blueprint) -> None:
-        splits, units = PlannedSplits.of(blueprint), blueprint.config.zero_optimization.units
-        lengths = [shape.layers]
-        if splits.has_parts and splits.stages is not None:
-            lengths = [len(names) for names in splits.stages]
-        most = _SHORT_WITH_PARTS if splits.has_parts else _SHORT
-        shorts = [*sorted({min(length, most) for length in lengths[:-1]}), min(lengths[-1], most)]
-        starts = list(accumulate(shorts, initial=0))
-        stages = [{f"layers.{number}" for number in range(*pair)} for pair in pairwise(starts)]
-        self._stands_for = []  # by layer: the profiled layer
-        for stage, length in enumerate(lengths):
-            at = len(shorts) - 1 if stage == len(lengths) - 1 else shorts.index(min(length, most))
-            for place in range(length):
-                run = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
-                self._stands_for.append(f"layers.{starts[at] + run}")
-        model = build(replace(shape, layers=starts[-1]))
-        self._runs = MetaRun(
-            model,
-            plan_units(model, None if units == "auto" else units),
-            blueprint.dtypes,
-            blueprint.device,
-            tiles=tiles_of(blueprint.config),
-            splits=replace(splits, stages=None if splits.stages is None else stages),
-        )
-
-    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile:
-        """Profile as `MetaRun` does. every: 0 or 1, since a few layers cannot show every k-th layer."""
-        assert every in (0, 1)
-        short = self._runs.profile(batch, rows, every, is_direct)
-        run = [name for name in short.parts if name.startswith("layers.")]
+    def profile(batch: Any, rows: int, every: int, is_direct: bool) -> Profile:
+        assert every in (0, 1)  # a few layers cannot show every k-th layer
+        short = run.profile(batch, rows, every, is_direct)
+        layers = [name for name in short.parts if name.startswith("layers.")]
         parts = {}
         for name, part in short.parts.items():
-            if name not in run:
+            if name not in layers:
                 parts[name] = part
-            elif name == run[0]:
-                parts |= {f"layers.{layer}": short.parts[other] for layer, other in enumerate(self._stands_for)}
+            elif name == layers[0]:
+                parts |= {f"layers.{layer}": short.parts[other] for layer, other in enumerate(stands_for)}
         return replace(short, parts=parts)
 
-
-def runs_of(shape: Shape) -> Callable[[Blueprint], ShortRuns]:
-    """Return a function from a blueprint to its `ShortRuns`, for a `Planner`."""
-    return lambda blueprint: ShortRuns(shape, blueprint)
+    return profile

@@ -5,15 +5,13 @@ JSON. `lowtide env --measure` writes it, `lowtide plan --machine` and "auto" rea
 
     {"format": 1,
      "processor": "AMD EPYC", "cores": 2, "torch": "2.13.0", "lowtide": "0.1.0", "date": "2026-11-22",
-     "process_bytes": {"alone": 168000000, "alone, recomputing": ..., "alone, bf16": ..., "several": ..., ...},
      "ranks": {"2": {"threads": 1, "seconds": {"float32 mm": [[524288, 1.9e-05], ...], ...}}, ...},
      "factors": {"cpu, 2 ranks a host": {"computing": 1.1, "moving": 1.3}, "NVIDIA H100 80GB HBM3": ...}}
 
 `factors`, by device, come from `lowtide tune`: real steps took so many times the planned time to compute, and to move
 bytes. A new measurement of CPUs starts without factors.
 
-`process_bytes` is the memory of a rank besides its tensors: alone or with several ranks, with recomputed blocks, in
-bf16; {} if the system does not report it. `seconds` has curves by name, a list of [size, seconds] with ascending sizes:
+`seconds` has curves by name, a list of [size, seconds] with ascending sizes:
 
 | name                                | size                                                                       |
 |-------------------------------------|----------------------------------------------------------------------------|
@@ -162,7 +160,6 @@ class Measured:
     """The content of the file."""
 
     by_ranks: Mapping[int, Speeds]
-    process_bytes: Mapping[str, int] = field(default_factory=dict)
     factors: Mapping[str, Factors] = field(default_factory=dict)  # by `device_key`
     about: Mapping[str, Any] = field(default_factory=dict)  # processor, cores, versions, date
 
@@ -185,7 +182,7 @@ class Measured:
             }
             for count, speeds in sorted(self.by_ranks.items())
         }
-        content = {"format": FORMAT, **self.about, "process_bytes": dict(self.process_bytes), "ranks": ranks}
+        content = {"format": FORMAT, **self.about, "ranks": ranks}
         content["factors"] = {key: asdict(factors) for key, factors in self.factors.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(path.name + ".new")
@@ -208,14 +205,13 @@ class Measured:
         try:
             by_ranks = {int(count): _speeds(int(count), each) for count, each in found.pop("ranks").items()}
             factors = {str(key): _factors(each) for key, each in found.pop("factors", {}).items()}
-            process = {str(name): int(nbytes) for name, nbytes in found.pop("process_bytes").items()}
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise ValueError(
                 f"{path}: expected curves and factors, found {type(error).__name__}: {error}; {advice}"
             ) from error
         if not by_ranks and not factors:
             raise ValueError(f"{path}: expected speeds of at least 1 number of ranks, found none; {advice}")
-        return cls(by_ranks, process, factors, {key: value for key, value in found.items() if key != "format"})
+        return cls(by_ranks, factors, {key: value for key, value in found.items() if key != "format"})
 
 
 def curve(points: Sequence[Sequence[float]]) -> Curve:

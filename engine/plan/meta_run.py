@@ -40,7 +40,7 @@ from ..step.batch import call, loss_of
 from .profile import Profile, ProfilePart
 from .splits import PlannedSplits, SplitModel
 from .step_order import END, START
-from .tracker import Done, Results, Tracker, tensors_of
+from .tracker import OperationCounts, Results, Tracker, tensors_of
 
 NO_TILES, NO_SPLITS = Tiles(), PlannedSplits()
 _aten = torch.ops.aten
@@ -83,7 +83,7 @@ class MetaRun:
         """
         patches = ModelPatches()
         tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
-        marks = _Marks(tracker, self._of_units)
+        counter = _PartCounter(tracker, self._of_units)
         tiled = frozenset(
             id(module) for _, module in self._tiles.apply(self._model, patches, lambda text: None).modules
         )
@@ -95,11 +95,11 @@ class MetaRun:
                 tracker.leave_out(tensor)
             for _, module in self._units[::every] if every else ():
                 patches.override(module, "forward", self._recomputed(module))
-            self._observe(marks, patches)
+            self._observe(counter, patches)
             if is_direct:
-                self._stage_gradients(marks, tracker, patches)
+                self._stage_gradients(counter, tracker, patches)
             with torch.enable_grad(), _Attention(self._device), tracker:
-                self._run(made, marks, split)
+                self._run(made, counter, split)
         except SequenceError:
             raise
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -120,7 +120,7 @@ class MetaRun:
         return Profile(
             rows=rows,
             tokens=_num_tokens(batch, rows),
-            parts=marks.parts(),
+            parts=counter.parts(),
             itemsize=self._itemsize,
             cast_bytes=converted,
             sizes=self._splits.sizes,
@@ -133,62 +133,63 @@ class MetaRun:
 
         return partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
 
-    def _run(self, batch: Any, marks: _Marks, split: SplitModel) -> None:
-        marks.enter(START)
+    def _run(self, batch: Any, counter: _PartCounter, split: SplitModel) -> None:
+        counter.enter(START)
         output = split.run(batch, lambda: call(self._model, batch))
         loss = loss_of(output, batch, self._loss_fn)
         if isinstance(batch, SequenceShard) and batch.factor is not None:
             loss = loss * batch.factor
         del output
-        marks.end_forward()
+        counter.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]
         del loss
-        marks.end()
+        counter.end()
 
-    def _observe(self, marks: _Marks, patches: ModelPatches) -> None:
+    def _observe(self, counter: _PartCounter, patches: ModelPatches) -> None:
         for name, module in self._units:
-            patches.hook(module.register_forward_pre_hook(marks.before(name), with_kwargs=True))
+            patches.hook(module.register_forward_pre_hook(counter.before(name), with_kwargs=True))
         if self._after is not None:
-            patches.hook(self._after.register_forward_hook(marks.after_blocks))
+            patches.hook(self._after.register_forward_hook(counter.after_blocks))
         for module in self._model.modules():
             if isinstance(module, nn.Linear):
-                patches.hook(module.register_forward_hook(marks.see_linear))
+                patches.hook(module.register_forward_hook(counter.see_linear))
         for param in self._model.parameters():
             if param.requires_grad:
                 patches.hook(
-                    param.register_post_accumulate_grad_hook(partial(_free_gradient, marks))  # type: ignore[no-untyped-call]
+                    param.register_post_accumulate_grad_hook(partial(_free_gradient, counter))  # type: ignore[no-untyped-call]
                 )
 
-    def _stage_gradients(self, marks: _Marks, tracker: Tracker, patches: ModelPatches) -> None:
+    def _stage_gradients(self, counter: _PartCounter, tracker: Tracker, patches: ModelPatches) -> None:
         """Write gradients of large weights into memory that does not count here: the step order counts staging."""
         memory = {id(param): torch.empty_like(param, requires_grad=False) for param in self._model.parameters()}
         for tensor in memory.values():
             tracker.leave_out(tensor)
 
         def place_for_gradient(param: nn.Parameter) -> Tensor:
-            marks.begin_gradient(param)
+            counter.begin_gradient(param)
             return memory[id(param)]
 
         sequence = cast(UnitSequence, SimpleNamespace(place_for_gradient=place_for_gradient))
         make_gradients_in_place(sequence, self._model.modules(), patches)
 
 
-def _free_gradient(marks: _Marks, param: Tensor) -> None:
+def _free_gradient(counter: _PartCounter, param: Tensor) -> None:
     param.grad = None
-    marks.begin_gradient(param)
-    marks.add_gradient(param)
+    counter.begin_gradient(param)
+    counter.add_gradient(param)
 
 
-class _Marks:
+class _PartCounter:
     """Splits the tracker's counts by part: a part starts at the entry of each unit, and after the last block."""
 
     def __init__(self, tracker: Tracker, of_units: Set[int]) -> None:
         """of_units: ids of the units' parameters."""
         self._tracker, self._of_units = tracker, of_units
         self._names: list[str] = []
-        self._forward: dict[str, tuple[int, int, int, Done]] = {}  # live before, live after, peak
-        self._backward: dict[str, tuple[int, int, int, int, Done]] = {}  # peak until and after the first gradient,
-        # peak while gradients are kept, live after
+        # Live before, live after, peak.
+        self._forward: dict[str, tuple[int, int, int, OperationCounts]] = {}
+        # Peak until the first gradient, peak after it, peak while gradients are kept, live after.
+        self._backward: dict[str, tuple[int, int, int, int, OperationCounts]] = {}
         self._starts: dict[str, int] = {}  # peaks until the first gradient
         self._outputs: dict[str, int] = {}
         self._gradients: dict[str, int] = {}
@@ -230,7 +231,7 @@ class _Marks:
         last = self._names[-1]
         if last != END:
             self._names.append(END)
-            self._forward[END] = (self._tracker.live, self._tracker.live, self._tracker.live, Done())
+            self._forward[END] = (self._tracker.live, self._tracker.live, self._tracker.live, OperationCounts())
         self._begin_backward(last)
 
     def end(self) -> None:
@@ -267,7 +268,7 @@ class _Marks:
         found = {}
         for name in sorted(self._names, key=lambda name: (name != START, name == END)):
             before, after, peak, forward = self._forward[name]
-            nothing = (before, before, before, before, Done())
+            nothing = (before, before, before, before, OperationCounts())
             start, rest, holding_peak, end, backward = self._backward.get(name, nothing)
             found[name] = ProfilePart(
                 kept_bytes=after - before,
@@ -294,7 +295,7 @@ class _Marks:
     def _close_forward(self) -> None:
         if self._now is not None:
             tracker = self._tracker
-            self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.done)
+            self._forward[self._now] = (self._begun, tracker.live, tracker.peak, tracker.counts)
         self._now = None
 
     def _end_part(self, name: str, output: Any) -> None:
@@ -318,7 +319,7 @@ class _Marks:
         if self._now is not None:
             tracker = self._tracker
             start, rest = self._starts.get(self._now, tracker.peak), max(tracker.peak, tracker.live)
-            self._backward[self._now] = (start, rest, tracker.holding_peak, tracker.live, tracker.done)
+            self._backward[self._now] = (start, rest, tracker.holding_peak, tracker.live, tracker.counts)
         self._now = None
 
 

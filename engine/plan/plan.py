@@ -23,7 +23,7 @@ from .choice import KEYS, Choice, Space, value_at
 from .estimate import Estimate
 from .machine import Machine
 from .meta_run import MetaRun
-from .planner import Planner, Runs
+from .planner import Planner, Profiler
 from .search import Found, Result, search
 from .splits import PlannedSplits
 
@@ -158,12 +158,12 @@ def plan_on(
     batch = sample_batch if sample_batch is not None else made_batch(module)
     casts = checked.bf16.auto_cast if checked.bf16.enabled else checked.fp16.auto_cast
 
-    def runs(blueprint: Blueprint) -> MetaRun:
+    def make_profiler(blueprint: Blueprint) -> Profiler:
         check_sequences(blueprint.config, module)
         tiles, splits = tiles_of(checked), PlannedSplits.of(blueprint)
-        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles, splits)
+        return MetaRun(module, blueprint.units, blueprint.dtypes, machine.device, loss_fn, casts, tiles, splits).profile
 
-    return plan_with(module, checked, machine, runs, batch, num_alternatives)
+    return plan_with(module, checked, machine, make_profiler, batch, num_alternatives)
 
 
 def machine_for(world_size: int, device_memory: float | None, hosts: int | None, machine: Machine | None) -> Machine:
@@ -183,13 +183,13 @@ def plan_with(
     model: nn.Module,
     config: Config,
     machine: Machine,
-    runs: Callable[[Blueprint], Runs],
+    make_profiler: Callable[[Blueprint], Profiler],
     batch: Any,
     num_alternatives: int = 10,
 ) -> Plan:
-    """Plan as `plan_on` does. runs: a blueprint -> an object that profiles microbatches."""
+    """Plan as `plan_on` does. make_profiler: a blueprint -> a function that profiles microbatches."""
     base = config.as_dict()
-    planner = Planner(model, base, machine, runs, batch)
+    planner = Planner(model, base, machine, make_profiler, batch)
     held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
     wants = bool(config.planned_keys)
     given = None if wants else Choice.of(config.resolve(machine.num_devices))

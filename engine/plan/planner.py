@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -38,10 +38,8 @@ _AT_HOME: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Runs(Protocol):
-    """An object that profiles microbatches, see `MetaRun.profile`."""
-
-    def profile(self, batch: Any, rows: int, every: int, is_direct: bool = False) -> Profile: ...
+Profiler = Callable[[Any, int, int, bool], Profile]
+"""Profiles a microbatch: see `MetaRun.profile`."""
 
 
 class Planner:
@@ -52,21 +50,21 @@ class Planner:
         model: nn.Module,
         base: Mapping[str, Any],
         machine: Machine,
-        make_runs: Callable[[Blueprint], Runs],
+        make_profiler: Callable[[Blueprint], Profiler],
         batch: Any,
         least_tokens: int = _LEAST_TOKENS,
     ) -> None:
         """Take the model on any device, and a batch of it.
 
-        make_runs: a blueprint -> an object that profiles microbatches. least_tokens: shortest part of a sequence on a
-        rank, if the sequence degree is chosen.
+        make_profiler: a blueprint -> a function that profiles microbatches. least_tokens: shortest part of a sequence
+        on a rank, if the sequence degree is chosen.
         """
         self._model, self.machine, self._batch, self._least_tokens = model, machine, batch, least_tokens
         # An optimizer object passed to initialize is unknown here: most are Adam, and none has more states.
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
         self.num_blocks = len(model_blocks.find_blocks(model))  # the largest number of pipeline stages
-        self._make_runs, self._alike = make_runs, AlikePlaces()
+        self._make_profiler, self._alike = make_profiler, AlikePlaces()
         self._made: dict[tuple[str, Hashable], Any] = {}
         self._known: dict[str, Any] = {}  # parts of a blueprint that depend on the model alone
         self._first = self._undivided(_WHOLE)
@@ -99,7 +97,7 @@ class Planner:
         return Found(choice, value, value.seconds_per_sample, value.peak_bytes, fits, number)
 
     def _estimated(self, choice: Choice) -> Estimate:
-        config, states = self._resolved(choice), choice.states()
+        config, states = self._resolved(choice), choice.without_batch()
         if self._is_layered:
             in_layers = self._once("layers", states, lambda: LayeredParts(self._of_states(choice), self.machine))
             profile = self.profile(choice.rows, choice.every, degrees=choice)
@@ -116,7 +114,7 @@ class Planner:
 
     def _step_parts(self, choice: Choice) -> StepParts:
         # The order of collectives does not depend on the optimizer's offload.
-        key = ("parts, whatever the optimizer's offload", replace(choice.states(), offload_optimizer="none"))
+        key = ("parts, whatever the optimizer's offload", replace(choice.without_batch(), offload_optimizer="none"))
         made = StepParts(self._of_states(choice), self.machine, like=self._made.get(key))
         self._once(*key, lambda: made)
         return made
@@ -136,7 +134,7 @@ class Planner:
 
     def _of_states(self, choice: Choice) -> Blueprint:
         """Return the blueprint with the fewest microbatches that has the same memory."""
-        return self._blueprint(choice.states())
+        return self._blueprint(choice.without_batch())
 
     def _resolved(self, choice: Choice) -> Config:
         """Load and resolve the config of a choice, which is valid if its space is."""
@@ -179,12 +177,12 @@ class Planner:
         split, num_stages = replace(degrees.degrees, pipeline=1), 1
         if (self._base.get("parallel") or {}).get("tensor_sequence") and min(degrees.pipeline, degrees.tensor) > 1:
             # Between stages, sequence-parallel activations are gathered.
-            split, num_stages = replace(degrees.states(), **_AT_HOME), degrees.pipeline * num_chunks(degrees)
+            split, num_stages = replace(degrees.without_batch(), **_AT_HOME), degrees.pipeline * num_chunks(degrees)
         of_run = (replace(split.degrees, pipeline=1), num_stages)
 
         def made() -> Profile:
-            runs = self._once("runs", of_run, lambda: self._make_runs(self._blueprint(split)))
-            return runs.profile(self._batch, rows, every, is_direct)
+            profiler = self._once("profiler", of_run, lambda: self._make_profiler(self._blueprint(split)))
+            return profiler(self._batch, rows, every, is_direct)
 
         return self._once("profile", (*of_run, rows, every, is_direct), made)
 

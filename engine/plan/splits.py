@@ -178,31 +178,31 @@ class MetaCollectives(Collectives):
 
     def sum(self, x: Tensor, what: str) -> Tensor:
         before, y = self.bytes_sent, super().sum(x, what)
-        return self._recorded("sum", y, y.nbytes, before)
+        return self._record("sum", y, y.nbytes, before)
 
     def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
         before, y = self.bytes_sent, super().sum_part(x, dim, what)
-        return self._recorded("sum_part", y, x.nbytes, before)
+        return self._record("sum_part", y, x.nbytes, before)
 
     def gather(self, x: Tensor, dim: int, what: str) -> Tensor:
         before, y = self.bytes_sent, super().gather(x, dim, what)
-        return self._recorded("gather", y, y.nbytes, before)
+        return self._record("gather", y, y.nbytes, before)
 
     def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
         before, y = self.bytes_sent, super().swap_rows(x, counts, what)
-        return self._recorded("swap", y, y.nbytes, before)
+        return self._record("swap", y, y.nbytes, before)
 
     def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
         before, arriving = self.bytes_sent, super().trade(chunks, to, of, what)
-        self._recorded("trade", chunks, chunks.nbytes, before)
+        self._record("trade", chunks, chunks.nbytes, before)
         return arriving
 
-    def _recorded(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
-        self._tracker.done.exchanges.append(CollectiveCall(self._name, kind, nbytes, self.bytes_sent - sent_before))
+    def _record(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
+        self._tracker.counts.exchanges.append(CollectiveCall(self._name, kind, nbytes, self.bytes_sent - sent_before))
         return y
 
 
-class _Still(Randomness):
+class _NoRandomness(Randomness):
     """Random state of a device on which nothing is drawn."""
 
     def __init__(self) -> None:
@@ -240,7 +240,9 @@ class SplitModel:
             regions = plan.regions
             if splits.stages is not None:
                 regions = tuple(part for stack in plan.regions for part in stack.cut(splits.stages))
-            parts = SequenceParallelRegions(regions, tiled, model, exchange, _Still(), patches) if regions else None
+            parts = (
+                SequenceParallelRegions(regions, tiled, model, exchange, _NoRandomness(), patches) if regions else None
+            )
             SplitLayers(plan, model, exchange, None, patches, parts)
         if experts is not None:
             exchange = self._exchange(EXPERT, splits.expert, 0)

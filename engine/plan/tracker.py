@@ -27,7 +27,7 @@ _IS_CAUSAL = {  # attention -> index of the argument `is_causal`, which halves t
 _ONLY_ALLOCATE = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 
 
-class Done:
+class OperationCounts:
     """Operations since `Tracker.begin`."""
 
     def __init__(self) -> None:
@@ -108,13 +108,13 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen: dict[int, weakref.ref[Any]] = {}
         self.live = self.peak = 0
         self.held = self.holding_peak = 0  # bytes of gradients that a pipeline would keep, and the peak with them
-        self.done = Done()
+        self.counts = OperationCounts()
         for tensor in known:
             self.leave_out(tensor)
 
     def begin(self) -> int:
         """Restart the peak and the operations. Return the live bytes."""
-        self.peak, self.done = self.live, Done()
+        self.peak, self.counts = self.live, OperationCounts()
         self.held, self.holding_peak = 0, self.live
         return self.live
 
@@ -143,18 +143,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             flops = formula(*args, **kwargs, out_val=result)
             place = _IS_CAUSAL.get(packet)
             flops = flops // 2 if place is not None and len(args) > place and args[place] else flops
-            self.done.flops += flops
+            self.counts.flops += flops
             self._called_product(packet, flops, outputs)
             return result
         nbytes = 0
         if (any(made) or func._schema.is_mutable) and packet not in _ONLY_ALLOCATE:
             read = args[1:] if packet is _aten.embedding else args  # only some rows of the table are read
             nbytes = sum(tensor.nbytes for tensor in (*_given(read), *_given(kwargs.values()), *outputs))
-            self.done.traffic += nbytes
+            self.counts.traffic += nbytes
         if nbytes:
-            self.done.add(_name_of(packet), _dtype_of(outputs), nbytes)
+            self.counts.add(_name_of(packet), _dtype_of(outputs), nbytes)
         else:
-            self.done.add("view", "", 0)
+            self.counts.add("view", "", 0)
         return result
 
     def _called_product(self, packet: Any, flops: int, outputs: Sequence[Tensor]) -> None:
@@ -162,7 +162,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, dtype, count = _product_name(packet), _dtype_of(outputs), 1
         if name == "bmm" and outputs:
             count = outputs[0].shape[0]
-        self.done.add(name, dtype, flops // max(1, count), count)
+        self.counts.add(name, dtype, flops // max(1, count), count)
 
     def _see(self, storage: torch.UntypedStorage) -> bool:
         """Count a storage if it is new. Return whether it is."""

@@ -9,8 +9,6 @@ from types import ModuleType
 import pytest
 
 from lowtide.engine.plan.measured import Measured, Speeds
-from lowtide.engine.plan.measuring.measure import environment_of
-from lowtide.engine.plan.measuring.process import name_of, process_bytes
 
 
 def test_where_no_cgroup_can_be_made_it_is_said(
@@ -34,8 +32,6 @@ def test_the_law(script: Callable[[str], ModuleType]) -> None:
     except law.NoCgroup as error:
         pytest.skip(str(error))
     case = law.drawn(random.Random(2), 2)  # a small one
-    kind = bool(case.config["activation_checkpointing"]["every"]), "bf16" in case.config
-    taken = process_bytes(lambda count, rank: environment_of(count, rank, 0), [(1, *kind)])
-    measured = Measured({1: Speeds(1, 1, {})}, {name_of(2, *kind): taken[name_of(1, *kind)]})
-    outcome = law.judged(case, law.planned_bytes(case, measured), law.parse_arguments(["--steps", "2"]))
+    planned = law.planned_bytes(case, Measured({1: Speeds(1, 1, {})}), timeout=120.0)
+    outcome = law.judged(case, planned, law.parse_arguments(["--steps", "2"]))
     assert outcome.holds, outcome

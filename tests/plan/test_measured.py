@@ -23,7 +23,7 @@ from tests.kit.training import refusal, settings
 MM = curve([[1e3, 1e-5], [1e5, 1e-4], [1e7, 1e-2]])
 CURVES = {"float32 mm": MM, "float32 add": curve([[0, 1e-6], [1e6, 1e-3]])}
 OPERATIONS = (Operation("mm", "float32", 10**5, 3), Operation("add", "float32", 10**6, 1))
-MEASURED = Measured({2: Speeds(2, 1, CURVES)}, {"first": 7}, {"cpu, 2 ranks a host": Factors(1.5, 2.0)})
+MEASURED = Measured({2: Speeds(2, 1, CURVES)}, {"cpu, 2 ranks a host": Factors(1.5, 2.0)})
 
 
 def test_between_two_sizes_time_is_a_power_of_the_size() -> None:
@@ -69,7 +69,7 @@ def of_mm(seconds: Any) -> dict[str, Any]:
 def test_what_is_no_such_file_is_refused(text: Any, said: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     if text is not None:
-        path.write_text(text if isinstance(text, str) else json.dumps({"format": 1, "process_bytes": {}, **text}))
+        path.write_text(text if isinstance(text, str) else json.dumps({"format": 1, **text}))
     assert said in refusal(Measured.read, path)
 
 
@@ -95,7 +95,7 @@ def test_the_calls_of_older_files_take_the_same_in_forward_and_backward(tmp_path
     curves = {"float32 mm": [[1, 1e-5]], "call": [[0, 2e-6]]}
     path = tmp_path / "machine.json"
     ranks = {"1": {"threads": 1, "seconds": curves}}
-    path.write_text(json.dumps({"format": 1, "process_bytes": {}, "ranks": ranks}))
+    path.write_text(json.dumps({"format": 1, "ranks": ranks}))
     speeds = Measured.read(path).speeds(1)
     assert speeds.seconds("forward call", 1e6) == speeds.seconds("backward call") == 2e-6
 
@@ -137,7 +137,7 @@ def test_each_probe_is_one_operation_of_the_planner(dtype: torch.dtype) -> None:
         tracker = Tracker([])
         with torch.no_grad(), tracker:
             call()
-            found = [one for one in tracker.done.operations if one.name not in ("view", "permute")]
+            found = [one for one in tracker.counts.operations if one.name not in ("view", "permute")]
         assert len(found) == 1, found
 
 

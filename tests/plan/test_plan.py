@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from lowtide.bin.main import main as lowtide_main
 from lowtide.bin.plan import main
 from lowtide.engine.config.translate import PLANNED, PLANNED_BESIDE
 from lowtide.engine.plan.choice import KEYS, Choice
-from lowtide.engine.plan.llama import LlamaBlock, Shape, batch, build, runs_of
+from lowtide.engine.plan.llama import LlamaBlock, Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.report.memory import predict
@@ -318,7 +319,7 @@ def test_model_states_are_those_of_the_zero_paper() -> None:
     model = build(shape)
     numel = sum(param.numel() for param in model.parameters())
     base = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, "optimizer": ADAMW}
-    planner = Planner(model, base, Machine(num_hosts=8), runs_of(shape), batch(shape))
+    planner = Planner(model, base, Machine(num_hosts=8), partial(short_profiler, shape), batch(shape))
     for stage in range(4):
         found = planner.estimate(Choice(stage=stage)).bytes
         paper = predict(numel, stage, 64)

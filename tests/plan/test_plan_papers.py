@@ -4,13 +4,14 @@ Bubbles and memory of pipelines are in tests/pipe/test_schedule_formulas.py, the
 """
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from lowtide.engine.plan.choice import Choice
-from lowtide.engine.plan.llama import Shape, batch, build, runs_of
+from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
@@ -25,7 +26,7 @@ ONE = Machine(num_hosts=1, devices_per_host=1)
 
 
 def planner_of(shape: Shape, machine: Machine) -> Planner:
-    return Planner(build(shape), BASE, machine, runs_of(shape), batch(shape))
+    return Planner(build(shape), BASE, machine, partial(short_profiler, shape), batch(shape))
 
 
 # -- Megatron, arXiv 2205.05198 ---------------------------------------------------------------------------------------

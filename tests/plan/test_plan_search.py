@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.bounds import least_held
 from lowtide.engine.plan.choice import Choice, Space
-from lowtide.engine.plan.llama import Shape, batch, build, runs_of
+from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.pipelined import ScheduleRun, memory_by_place, recurrence_of
 from lowtide.engine.plan.plan import uncollected
-from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.planner import Planner, Profiler
 from lowtide.engine.plan.search import SLOWEST, Bound, Found, Item, Result, Value, search
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.pipe.schedules.costs import Costs
@@ -82,7 +83,9 @@ SHAPE = Shape(layers=4, hidden=256, heads=4, vocabulary=512, sequence=64)
 def planner_with(host_bytes: float = 2e12, num_hosts: int = 2, **base: Any) -> Planner:
     """A small model on a small machine, on which some choices fit."""
     machine = Machine(num_hosts, devices_per_host=4, device_bytes=40e6, reserved_bytes=0, host_bytes=host_bytes)
-    return Planner(build(SHAPE), {**ADAMW, **base}, machine, runs_of(SHAPE), batch(SHAPE), least_tokens=16)
+    return Planner(
+        build(SHAPE), {**ADAMW, **base}, machine, partial(short_profiler, SHAPE), batch(SHAPE), least_tokens=16
+    )
 
 
 @pytest.fixture(scope="module")
@@ -217,17 +220,18 @@ def test_a_few_layers_stand_for_all() -> None:
     shape = Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=64)
     model, machine = build(shape), Machine(devices_per_host=4)
     short, whole = (
-        Planner(model, ADAMW, machine, runs, batch(shape), least_tokens=16) for runs in (runs_of(shape), _whole_runs)
+        Planner(model, ADAMW, machine, make_profiler, batch(shape), least_tokens=16)
+        for make_profiler in (partial(short_profiler, shape), _whole_profiler)
     )
     for degrees in (Choice(), Choice(tensor=2, sequence=2)):
         for every in (0, 1):
             assert short.profile(3, every, degrees=degrees) == whole.profile(3, every, degrees=degrees)
 
 
-def _whole_runs(blueprint: Blueprint) -> MetaRun:
+def _whole_profiler(blueprint: Blueprint) -> Profiler:
     model = build(Shape(layers=4, hidden=64, heads=4, vocabulary=128, sequence=64))
     made = Blueprint.of(blueprint.config, model, blueprint.parallel_dims.num_ranks, device=blueprint.device)
-    return MetaRun(model, made.units, made.dtypes, blueprint.device, splits=PlannedSplits.of(blueprint))
+    return MetaRun(model, made.units, made.dtypes, blueprint.device, splits=PlannedSplits.of(blueprint)).profile
 
 
 def test_no_garbage_is_looked_for_during_a_search() -> None:

@@ -16,7 +16,7 @@ from lowtide.engine.model.prepared_model import tiles_of
 from lowtide.engine.plan.choice import Choice
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.planner import Planner
+from lowtide.engine.plan.planner import Planner, Profiler
 from lowtide.engine.plan.splits import PlannedSplits
 from tests.parallel.test_expert_lists import skipping
 
@@ -37,11 +37,11 @@ def mixtral() -> nn.Module:
 def planner() -> Planner:
     machine = Machine(devices_per_host=4, device_bytes=40e6, reserved_bytes=0)
 
-    def runs(blueprint: Any) -> MetaRun:
+    def make_profiler(blueprint: Any) -> Profiler:
         tiles, splits = tiles_of(Config.load(BASE)), PlannedSplits.of(blueprint)
-        return MetaRun(mixtral(), blueprint.units, blueprint.dtypes, "cuda", None, True, tiles, splits)
+        return MetaRun(mixtral(), blueprint.units, blueprint.dtypes, "cuda", None, True, tiles, splits).profile
 
-    return Planner(mixtral(), BASE, machine, runs, IDS, least_tokens=16)
+    return Planner(mixtral(), BASE, machine, make_profiler, IDS, least_tokens=16)
 
 
 @pytest.mark.parametrize("degree", [2, 4])

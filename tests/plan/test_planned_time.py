@@ -1,6 +1,7 @@
 """Planned time: what of a step's collectives waits for what."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice
 from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate
 from lowtide.engine.plan.layered import LayeredParts
-from lowtide.engine.plan.llama import Shape, batch, build, runs_of
+from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.planner import Planner
@@ -86,7 +87,7 @@ def test_little_of_a_large_models_collectives_is_exposed() -> None:
     def exposed_share(**zero: object) -> float:
         config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": ADAMW}
         loaded = Config.load({**config, "zero_optimization": {"stage": 3, **zero}})
-        planner = Planner(build(shape), loaded.as_dict(), Machine(), runs_of(shape), batch(shape))
+        planner = Planner(build(shape), loaded.as_dict(), Machine(), partial(short_profiler, shape), batch(shape))
         found = planner.estimate(Choice.of(loaded.resolve(8)))
         return sum(found.seconds[f"{kind} exposed"] for kind in ("gather", "reduce")) / found.step_seconds
 

@@ -31,7 +31,7 @@ from ..machine import Machine
 from ..measured import Curve, Measured, Speeds
 from ..meta_run import MetaRun
 from ..profile import median_bytes
-from ..tracker import Done, Tracker
+from ..tracker import OperationCounts, Tracker
 
 _WIDTHS = (32, 96, 256, 512, 1024)  # of square matrices
 _LENGTHS = (32, 128, 512)  # tokens of attention with 4 heads of 64
@@ -110,7 +110,7 @@ def _measure(call: Call, found: dict[str, list[tuple[float, float]]], meet: Meet
     tracker = Tracker([])
     with torch.no_grad(), tracker:
         call()
-        operations = [operation for operation in tracker.done.operations if operation.name != "view"]
+        operations = [operation for operation in tracker.counts.operations if operation.name != "view"]
     (operation,) = operations
     with torch.no_grad():
         seconds = seconds_of(call, meet) / operation.calls
@@ -222,7 +222,7 @@ class MeasuredBlock(nn.Module):
 class _Half:
     """The forward or the backward of a training. seconds: minimum of the rounds."""
 
-    operations: Done
+    operations: OperationCounts
     seconds: float = float("inf")
 
     def point(self, speeds: Speeds) -> tuple[float, float]:
@@ -259,10 +259,10 @@ class _Training:
         tracker = Tracker([*self._model.parameters(), self._x, self._grad])
         with tracker:
             y = self._model(self._x)
-            self.forward = _Half(tracker.done)
+            self.forward = _Half(tracker.counts)
             tracker.begin()
             y.backward(self._grad)
-            self.backward = _Half(tracker.done)
+            self.backward = _Half(tracker.counts)
 
     def run(self) -> None:
         self._model.zero_grad()
@@ -295,22 +295,6 @@ class Small(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.square().mean()
-
-
-class Products(nn.Module):
-    """As many shapes of products as in a transformer, of a few bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        widths = [(32, 96), (96, 32), (32, 128), (128, 32)]
-        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(*pair) for pair in widths)) for _ in range(2))
-        self.head = nn.Linear(32, 64)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, tokens, 32)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.head(x).float().square().mean()
-        return loss
 
 
 def host_curves(measured: Measured, world: World) -> dict[str, Curve]:

@@ -1,6 +1,7 @@
 """A rank of a measurement: `python -m lowtide.engine.plan.measuring.rank REQUEST`.
 
-REQUEST: a JSON file, {"out": file to write, "folder": of files or null, "seconds": curves that are already known}.
+REQUEST: a JSON file, {"folder": of files or null, "seconds": curves that are already known}. The curves of rank 0 go to
+rank0.json beside it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main(arguments: list[str]) -> None:
     curves |= host_curves(Measured({world.size: Speeds(world.size, torch.get_num_threads(), curves)}), world)
     found = {name: curve.points for name, curve in curves.items()}
     made = {"threads": torch.get_num_threads(), "seconds": found}
-    Path(request["out"]).write_text(json.dumps(made), encoding="utf-8")
+    Path(arguments[0]).with_name(f"rank{world.rank}.json").write_text(json.dumps(made), encoding="utf-8")
     world.leave()
 
 

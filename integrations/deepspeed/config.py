@@ -108,25 +108,6 @@ class DeepSpeedConfig:
                 f'"{said}". Change one of them'
             )
 
-    def _configure_train_batch_size(self) -> None:
-        """Fill the missing values of the batch triple. Raises UsageError if the triple does not fit."""
-        ranks = self._num_data_ranks
-        micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
-        if self.train_batch_size is None and micro is not None:
-            self.train_batch_size = micro * (steps or 1) * ranks
-        total = self.train_batch_size
-        if total is None:
-            raise UsageError("config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither")
-        if micro is None:
-            self.train_micro_batch_size_per_gpu = micro = total // ((steps or 1) * ranks)
-        if steps is None:
-            self.gradient_accumulation_steps = steps = total // (micro * ranks) if micro else 0
-        if total != micro * steps * ranks or min(total, micro, steps) < 1:
-            raise UsageError(
-                "config: expected train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x "
-                f"ranks, found {total}, {micro}, {steps}, {ranks}"
-            )
-
     @property
     def dtype_of_buffers(self) -> torch.dtype | None:
         """The dtype to cast a model's buffers to; None: keep their dtypes."""

@@ -140,17 +140,6 @@ def scheduler_of(section: Any, optimizer: Any) -> Scheduler:
     return class_of(section.type).over(optimizer, section)
 
 
-def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
-    """Return (the learning rate after the warm-up, "") or (None, the reason)."""
-    if "type" not in config or "params" not in config:
-        return None, "a scheduler needs a type and params"
-    keys = {"LRRangeTest": "lr_range_test_min_lr", "OneCycle": "cycle_max_lr"}
-    key, params = keys.get(config["type"], "warmup_max_lr"), config["params"]
-    if key not in params:
-        return None, f"the params of {config['type']} have no {key}; the optimizer has the learning rate"
-    return params[key], ""
-
-
 def _by_group(params: Mapping[str, Any], num_groups: int) -> list[dict[str, Any]]:
     """Return the parameters of each group. A list has a number for each group."""
     lists = {key: value for key, value in params.items() if isinstance(value, (list, tuple))}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -52,13 +50,6 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 @functools.cache
 def warning_once(message: str) -> None:
     logger.warning(message)
-
-
-def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | None = None) -> None:
-    """Write the message, with the rank in it, to a JSON file on these ranks."""
-    if path is not None and _of_rank("", ranks) is not None:
-        rank = comm.get_rank() if comm.is_initialized() else -1
-        Path(path).write_text(json.dumps({**message, "rank": rank}), encoding="utf-8")
 
 
 def _of_rank(message: str, ranks: Sequence[int] | None) -> str | None:

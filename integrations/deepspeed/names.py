@@ -24,10 +24,7 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "": "version git_hash git_branch",
     "accelerator": "get_accelerator",
     "start": "add_config_arguments initialize",
-    "operations": "__compatible_ops__ __installed_ops__ compatible_ops installed_ops OpBuilder "
-    "FusedAdamBuilder CPUAdamBuilder "
-    "FusedLionBuilder CPULionBuilder CPUAdagradBuilder FusedLambBuilder AsyncIOBuilder GDSBuilder "
-    "QuantizerBuilder FPQuantizerBuilder TransformerBuilder InferenceBuilder RandomLTDBuilder UtilsBuilder "
+    "operations": "__compatible_ops__ __installed_ops__ compatible_ops installed_ops "
     "FusedAdam DeepSpeedCPUAdam DeepSpeedCPUAdagrad FusedLion DeepSpeedCPULion",
     "checkpointing": "checkpoint configure is_configured reset model_parallel_cuda_manual_seed "
     "model_parallel_reconfigure_tp_seed "
@@ -35,13 +32,11 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "partition_activations_in_checkpoint",
     "comm": "dist init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT",
     "config": "DeepSpeedConfig",
-    "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig "
-    "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedFP16Config "
-    "DeepSpeedBF16Config ZeroStageEnum compute_elastic_config elasticity_enabled ElasticityError "
-    "ElasticityConfigError ElasticityIncompatibleWorldSize HfDeepSpeedConfig",
+    "config_objects": "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum compute_elastic_config "
+    "elasticity_enabled ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize HfDeepSpeedConfig",
     "dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
-    "messages": "DeepSpeedConfigError logger log_dist log_dist_once print_dist print_json_dist print_rank_0 "
+    "messages": "DeepSpeedConfigError logger log_dist log_dist_once print_dist print_rank_0 "
     "warning_once "
     "set_log_level_from_string see_memory_usage set_random_seed instrument_w_nvtx",
     "parameters": "is_moe_param has_moe_layers split_params_into_different_moe_groups_for_optimizer "
@@ -60,13 +55,13 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "PipeModelDataParallelTopology PipelineParallelGrid",
     "layers": "PipelineModule LayerSpec TiedLayerSpec PipelineError",
     "optimizer_view": "OffloadStateTypeEnum DeepSpeedOptimizer",
-    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest get_lr_from_config VALID_LR_SCHEDULES",
+    "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES",
     "owners": "ZeroParamStatus",
-    "monitors": "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
+    "monitors": "MonitorMaster",
     "divided": "Init",
     "pipeline": "PipelineEngine",
-    "small": "DummyOptim OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
-    "SynchronizedWallClockTimer clone_tensors_for_torch_save call_to_str partition_uniform get_only_unique_item",
+    "small": "OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
+    "SynchronizedWallClockTimer clone_tensors_for_torch_save call_to_str",
     "fp32_weights": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
     "convert_zero_checkpoint_to_fp32_state_dict",
 }
@@ -102,7 +97,7 @@ REASONS = {
     "tp_model_init": "set parallel.tensor in the config; tensor_parallel.plan for models of other names",
     "set_autotp_mode": "set parallel.tensor in the config",
     "moe": "set parallel.expert in the config; experts of the model's own are divided",
-    "monitor": "set the monitors' sections in the config",
+    "monitor": "set the monitors' sections in the config; engine.monitor.write_events writes to them",
     "nvme": "`lowtide env --measure --folder DIR` measures what offloading depends on",
     "ops": "kernels are chosen by the engine (kernels in the config)",
     "ops.lamb": 'an optimizer over whole tensors is named in the config: type "Lamb"',
@@ -119,6 +114,7 @@ REASONS = {
     "runtime.swap_tensor": "offloading is set in the config",
     "runtime.zenflow": 'set offload_optimizer.overlap "delayed" in the config',
     "runtime.zero": "it is part of DeepSpeed's ZeRO internals, which lowtide does not have",
+    "runtime.zero.config": "pass the section zero_optimization as a dictionary",
     "runtime.zero.mics": "set zero_hpz_partition_size in the config, or parallel",
     "runtime.zero.muon": 'Muon is named in the config: type "Muon"',
     "runtime.zero.tiling": "set tiles in the config",
@@ -127,60 +123,13 @@ REASONS = {
     "utils.timer": "use torch.profiler",
 }
 """Why a name does not exist here, by the name itself or by the longest prefix of its module."""
-_REFUSED_TREES = (
-    "autotuning",
-    "checkpoint.affine",
-    "checkpoint.affine_transfer",
-    "checkpoint.autoep_affine",
-    "checkpoint.autoep_universal",
-    "checkpoint.autoep_zero3_metadata",
-    "compile",
-    "compression",
-    "datastates",
-    "elasticity",
-    "env_report",
-    "inference",
-    "io",
-    "launcher",
-    "linear",
-    "model_implementations",
-    "module_inject",
-    "moe",
-    "monitor",
-    "nvme",
-    "ops.compile",
-    "ops.deepspeed4science",
-    "ops.op_builder",
-    "ops.quantizer",
-    "ops.sparse_attention",
-    "ops.transformer.inference",
-    "ops.triton_ops",
-    "profiling",
-    "pydantic_v1",
-    "runtime.checkpoint_engine",
-    "runtime.comm",
-    "runtime.compiler",
-    "runtime.compression",
-    "runtime.data_pipeline",
-    "runtime.domino",
-    "runtime.eigenvalue",
-    "runtime.fp16.onebit",
-    "runtime.hybrid_engine",
-    "runtime.hybrid_engine_graph",
-    "runtime.model_checkpointing",
-    "runtime.progressive_layer_drop",
-    "runtime.quantize",
-    "runtime.rollout",
-    "runtime.sequence_parallel",
-    "runtime.superoffload",
-    "runtime.swap_tensor",
-    "runtime.tensor_parallel",
-    "runtime.zenflow",
-    "runtime.zero.muon",
-    "runtime.zero.test",
-    "sequence",
-)
-"""Modules whose names and submodules `names.txt` does not list."""
+
+
+@cache
+def _refused_trees() -> tuple[str, ...]:
+    """Return the modules whose names and submodules names.txt does not list: the line that starts with "!"."""
+    lines = (Path(__file__).parent / "names.txt").read_text(encoding="utf-8").splitlines()
+    return tuple(next(line for line in lines if line.startswith("!")).split()[1:])
 
 
 @cache
@@ -188,7 +137,7 @@ def _table() -> dict[str, dict[str, str]]:
     """Read names.txt: module ("." for the package) -> public name -> the string it stands for, or ""."""
     found: dict[str, dict[str, str]] = {}
     for line in (Path(__file__).parent / "names.txt").read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
+        if not line.startswith(("#", "!")):
             module, names = line.rsplit(": ", 1)
             written = [item.partition("=") for item in names.split()]
             found[module] = {name: text or (name.lower() if sign else "") for name, sign, text in written}
@@ -286,12 +235,12 @@ ENGINE_REASONS = {
 def is_module(name: str) -> bool:
     """Return whether DeepSpeed has a module of that name."""
     name = _ALIASES.get(name, name)
-    modules = (*listed(), *_REFUSED_TREES)
+    modules = (*listed(), *_refused_trees())
     return any(module == name or module.startswith(f"{name}.") for module in modules) or _is_refused(name)
 
 
 def _is_refused(module: str) -> bool:
-    return any(module == tree or module.startswith(f"{tree}.") for tree in _REFUSED_TREES)
+    return any(module == tree or module.startswith(f"{tree}.") for tree in _refused_trees())
 
 
 class _Module(ModuleType):

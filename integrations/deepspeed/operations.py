@@ -6,8 +6,7 @@ Nothing is compiled. Each optimizer is the equivalent torch class, and the engin
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -32,51 +31,6 @@ _NOT_HERE = (
 )
 __compatible_ops__ = {name: name in _HERE for name in (*_HERE, *_NOT_HERE)}
 __installed_ops__ = installed_ops = compatible_ops = __compatible_ops__
-
-
-class OpBuilder:
-    """The builder of the operation NAME."""
-
-    NAME = ""
-
-    def is_compatible(self, verbose: bool = False) -> bool:
-        return __compatible_ops__[self.NAME]
-
-    def absolute_name(self) -> str:
-        return f"deepspeed.ops.{self.NAME}"
-
-    def load(self, verbose: bool = True) -> NoReturn:
-        """Raise NotImplementedError: DeepSpeed's libraries do not exist here."""
-        raise NotImplementedError(
-            f"deepspeed.ops.op_builder: {self.NAME} has no library to load() here. Use the classes of deepspeed.ops "
-            "directly: the engine has kernels for them"
-        )
-
-
-_BUILDERS = {
-    "FusedAdamBuilder": "fused_adam",
-    "CPUAdamBuilder": "cpu_adam",
-    "FusedLionBuilder": "fused_lion",
-    "CPULionBuilder": "cpu_lion",
-    "CPUAdagradBuilder": "cpu_adagrad",
-    "FusedLambBuilder": "fused_lamb",
-    "AsyncIOBuilder": "async_io",
-    "GDSBuilder": "gds",
-    "QuantizerBuilder": "quantizer",
-    "FPQuantizerBuilder": "fp_quantizer",
-    "TransformerBuilder": "transformer",
-    "InferenceBuilder": "transformer_inference",
-    "RandomLTDBuilder": "random_ltd",
-    "UtilsBuilder": "utils",
-}
-
-
-@cache
-def __getattr__(name: str) -> type[OpBuilder]:
-    """Make the builder class of an operation."""
-    if name not in _BUILDERS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return type(name, (OpBuilder,), {"NAME": _BUILDERS[name]})
 
 
 Betas = tuple[float, float]

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .accelerator import get_accelerator
-
-
-class DummyOptim:
-    """A stand-in for an optimizer."""
-
-    def __init__(self, params: Any) -> None:
-        self.param_groups = [{"params": params}]
 
 
 class OnDevice:
@@ -82,23 +75,6 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Return the text of a call."""
     given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
     return f"{base}({', '.join(given)})"
-
-
-def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return the boundaries of `num_parts` parts. The first parts get an item more if they do not divide evenly."""
-    size, rest = divmod(num_items, num_parts)
-    starts = [0]
-    for index in range(num_parts):
-        starts.append(starts[-1] + size + (index < rest))
-    return starts
-
-
-def get_only_unique_item(items: Iterable[Any]) -> Any:
-    """Return the value that all items have. Raises RuntimeError if they differ."""
-    found = set(items)
-    if len(found) != 1:
-        raise RuntimeError(f"expected one value, found {len(found)}: {found}")
-    return found.pop()
 
 
 class _Timer:

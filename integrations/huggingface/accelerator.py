@@ -23,7 +23,7 @@ from ..engine.engine import Engine
 from ..engine.model.deferred import DeferredModel
 from ..model.blocks import find_blocks
 from .data_ranks import DataRank, DataScheduler, only_cpu, refuse_alone
-from .engine_config import EngineConfig, Said, Source
+from .engine_config import EngineConfig, Source
 from .saved_states import EngineOptimizer, EngineSchedule, same_random_state
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA)
@@ -62,8 +62,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if not isinstance(lowtide, EngineConfig):  # a Trainer has filled these in from its arguments
             config.compute_in(precision, "mixed_precision")
             steps = self.gradient_accumulation_steps
-            config.say(Said("gradient_accumulation_steps", steps, "Accelerator(gradient_accumulation_steps)"))
-            config.say(Said("pipeline.microbatches", steps, "Accelerator(gradient_accumulation_steps)"))
+            config.set_value("gradient_accumulation_steps", steps, "Accelerator(gradient_accumulation_steps)")
+            config.set_value("pipeline.microbatches", steps, "Accelerator(gradient_accumulation_steps)")
             config.check()
         self.lowtide = config
         self.data_rank = DataRank.of(config.parallel, self.process_index, self.num_processes)
@@ -401,8 +401,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if own is None:
             self._fill_optimizer(optimizer)
         for schedule in (given for given in found.values() if isinstance(given, DummyScheduler)):
-            config.say(Said("scheduler.params.total_num_steps", schedule.total_num_steps, "DummyScheduler"))
-            config.say(Said("scheduler.params.warmup_num_steps", schedule.warmup_num_steps, "DummyScheduler"))
+            config.set_value("scheduler.params.total_num_steps", schedule.total_num_steps, "DummyScheduler")
+            config.set_value("scheduler.params.warmup_num_steps", schedule.warmup_num_steps, "DummyScheduler")
         self._check_batch_sizes(loaders)
         config.check()
         engine = self._open(model, own, config.of_training())
@@ -453,11 +453,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
                 "config's optimizer does not have. Remove it from the config, and pass a torch optimizer over them"
             )
         for key in ("lr", "weight_decay"):
-            config.say(Said(f"optimizer.params.{key}", getattr(dummy, key), "DummyOptim", must_match=False))
+            config.set_value(f"optimizer.params.{key}", getattr(dummy, key), "DummyOptim", must_match=False)
         for key, value in dummy.kwargs.items():
-            config.say(Said(f"optimizer.params.{key}", value, "DummyOptim", must_match=False))
-        config.say(Said("scheduler.params.warmup_min_lr", 0, "DummyOptim", must_match=False))
-        config.say(Said("scheduler.params.warmup_max_lr", dummy.lr, "DummyOptim", must_match=False))
+            config.set_value(f"optimizer.params.{key}", value, "DummyOptim", must_match=False)
+        config.set_value("scheduler.params.warmup_min_lr", 0, "DummyOptim", must_match=False)
+        config.set_value("scheduler.params.warmup_max_lr", dummy.lr, "DummyOptim", must_match=False)
 
     def _check_batch_sizes(self, loaders: Sequence[Any]) -> None:
         sizes = [loader.batch_size for loader in loaders if getattr(loader, "batch_size", None) is not None]
@@ -466,7 +466,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         micro = min(sizes) // (self.data_rank.size if self.split_batches else 1)
         whole = micro * self.data_rank.size * self.gradient_accumulation_steps
         for key, size in zip(_BATCH_AUTO, (whole, micro), strict=True):
-            self.lowtide.say(Said(key, size, "the data loader"))
+            self.lowtide.set_value(key, size, "the data loader")
 
     def _schedule(self, dummy: Any) -> Any:
         optimizers = (optimizer for optimizer in self._optimizers if isinstance(optimizer, EngineOptimizer))

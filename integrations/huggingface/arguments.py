@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import transformers
 
 from ..engine.config.config import Config
 from .data_ranks import DataRank, only_cpu
-from .engine_config import EngineConfig, Said, Source
+from .engine_config import EngineConfig, Source
 
 _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
@@ -53,46 +52,42 @@ def config_of(source: Source, args: Any) -> EngineConfig:
     """
     config = EngineConfig(source)
     refuse(args, config)
-    config.say(*said_by(args))
+    _set_values(config, args)
     config.compute_in(args.mixed_precision, "mixed_precision of TrainingArguments")
     config.on_device(args.device.type)
     config.refuse_pipeline()
     data = DataRank.of(config.parallel, args.process_index, args.world_size)
-    config.say(_whole_batch(args, data.size))
+    whole = args.per_device_train_batch_size * args.gradient_accumulation_steps * data.size
+    product = "per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks"
+    config.set_value("train_batch_size", whole, product, must_match=not args.auto_find_batch_size)
     _refuse_with(args, config.check())
     return config
 
 
 def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
     """Fill in the schedule. num_steps: optimizer steps of the training, known once its data are."""
-    config.say(Said("scheduler.params.total_num_steps", num_steps, "the number of steps"))
+    config.set_value("scheduler.params.total_num_steps", num_steps, "the number of steps")
     warmup = max(1, args.get_warmup_steps(num_steps))
-    config.say(Said("scheduler.params.warmup_num_steps", warmup, "warmup_steps"))
+    config.set_value("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
     config.check()
 
 
-def said_by(args: Any) -> Iterator[Said]:
-    """Yield the values of the arguments by config key."""
+def _set_values(config: EngineConfig, args: Any) -> None:
+    """Put the values of the arguments into the config."""
     micro, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     sizes = not args.auto_find_batch_size
-    yield Said("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", must_match=sizes)
-    yield Said("gradient_accumulation_steps", steps, "gradient_accumulation_steps")
-    yield Said("pipeline.microbatches", steps, "gradient_accumulation_steps")
-    yield Said("gradient_clipping", args.max_grad_norm, "max_grad_norm")
-    yield Said("seed", args.seed, "seed")
+    config.set_value("train_micro_batch_size_per_gpu", micro, "per_device_train_batch_size", must_match=sizes)
+    config.set_value("gradient_accumulation_steps", steps, "gradient_accumulation_steps")
+    config.set_value("pipeline.microbatches", steps, "gradient_accumulation_steps")
+    config.set_value("gradient_clipping", args.max_grad_norm, "max_grad_norm")
+    config.set_value("seed", args.seed, "seed")
     params = "optimizer.params"
-    yield Said(f"{params}.lr", args.learning_rate, "learning_rate", fills_missing=True)
-    yield Said(f"{params}.weight_decay", args.weight_decay, "weight_decay", fills_missing=True)
-    yield Said(f"{params}.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2")
-    yield Said(f"{params}.eps", args.adam_epsilon, "adam_epsilon")
-    yield Said("scheduler.params.warmup_min_lr", 0, "the Trainer", must_match=False)
-    yield Said("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
-
-
-def _whole_batch(args: Any, num_data_ranks: int) -> Said:
-    whole = args.per_device_train_batch_size * args.gradient_accumulation_steps * num_data_ranks
-    product = "per_device_train_batch_size x gradient_accumulation_steps x data-parallel ranks"
-    return Said("train_batch_size", whole, product, must_match=not args.auto_find_batch_size)
+    config.set_value(f"{params}.lr", args.learning_rate, "learning_rate", fills_missing=True)
+    config.set_value(f"{params}.weight_decay", args.weight_decay, "weight_decay", fills_missing=True)
+    config.set_value(f"{params}.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2")
+    config.set_value(f"{params}.eps", args.adam_epsilon, "adam_epsilon")
+    config.set_value("scheduler.params.warmup_min_lr", 0, "the Trainer", must_match=False)
+    config.set_value("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
 
 
 def refuse(args: Any, config: EngineConfig) -> None:

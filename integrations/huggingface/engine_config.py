@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,6 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 _OF_A_TRAINING = ("optimizer", "scheduler", "gradient_clipping")
 _OF_DATA = ("scheduler.params.total_num_steps", "scheduler.params.warmup_num_steps")
 _DEGREES = ("pipeline", "tensor", "sequence")
-
-
-@dataclass(frozen=True)
-class Said:
-    """The value that an argument gives to a key: "optimizer.params.lr", 5e-5, "learning_rate"."""
-
-    key: str
-    value: Any
-    argument: str
-    fills_missing: bool = False  # also if the key is missing in an existing section
-    must_match: bool = True
 
 
 class EngineConfig:
@@ -65,22 +53,24 @@ class EngineConfig:
         """Return the file's value of a key, maybe "auto", or None."""
         return value_of(filled(self.values, {}, Config)[0], key)
 
-    def say(self, *said: Said) -> None:
-        """Put values into `fill`, for `lowtide.initialize`, and note a fault if the file contradicts a value."""
-        for given in said:
-            section, _, key = given.key.rpartition(".")
-            found = self.found(given.key)
-            if found is None and given.fills_missing:
-                inside = value_of(self.values, section) if section else self.values
-                if isinstance(inside, dict):
-                    inside[key] = given.value
-            elif found not in (None, "auto") and given.must_match and found != given.value:
-                message = (
-                    f'expected "auto" or {quoted(given.value)} ({given.argument}), found {quoted(found)}; change one '
-                    "of them"
-                )
-                self.faults.append(Fault(given.key, "conflict", message))
-            self.fill[given.key] = given.value
+    def set_value(
+        self, key: str, value: Any, argument: str, *, fills_missing: bool = False, must_match: bool = True
+    ) -> None:
+        """Put the value that `argument` gives to a key into `fill`, for `lowtide.initialize`.
+
+        fills_missing: also set the key if it is missing in an existing section. must_match: note a fault if the file
+        has another value.
+        """
+        section, _, last = key.rpartition(".")
+        found = self.found(key)
+        if found is None and fills_missing:
+            inside = value_of(self.values, section) if section else self.values
+            if isinstance(inside, dict):
+                inside[last] = value
+        elif found not in (None, "auto") and must_match and found != value:
+            message = f'expected "auto" or {quoted(value)} ({argument}), found {quoted(found)}; change one of them'
+            self.faults.append(Fault(key, "conflict", message))
+        self.fill[key] = value
 
     def compute_in(self, precision: str, argument: str) -> None:
         """Set the compute dtype of the trainer's argument: "bf16", "fp16", or "no" to leave it to the file."""
@@ -98,7 +88,7 @@ class EngineConfig:
 
     def on_device(self, device: str) -> None:
         """Set the device, "cpu", "cuda", ..., of the trainer's batches."""
-        self.say(Said("device", device, "the trainer's device", fills_missing=True))
+        self.set_value("device", device, "the trainer's device", fills_missing=True)
 
     def refuse_pipeline(self) -> None:
         """Note a fault for a pipeline, impossible in a loop of forward and backward. "auto" degrees become 1."""

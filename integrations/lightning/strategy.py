@@ -183,7 +183,7 @@ class EngineStrategy(_OfPackage):
         self.accelerator.setup(trainer)
         is_fit = trainer.state.fn == _FITTING
         if self.engine is not None:
-            self._take_up(self.engine)  # an evaluation of the trained model
+            self._use_engine(self.engine)  # an evaluation of the trained model
             return
         module = self.lightning_module
         if is_fit and self._layer_sync:
@@ -195,10 +195,10 @@ class EngineStrategy(_OfPackage):
         self.precision_plugin.convert_module(module)
         _move_without_parameters(module, self.root_device)
         self.model = module
-        self._take_up(self._training(trainer, model) if is_fit else self._evaluation(model))
+        self._use_engine(self._training(trainer, model) if is_fit else self._evaluation(model))
         self.setup_precision_plugin()
 
-    def _take_up(self, engine: Engine) -> None:
+    def _use_engine(self, engine: Engine) -> None:
         self.engine = self.precision_plugin.engine = engine
         self.model = self.lightning_module
         self.model.__dict__[_NAME] = _Holder(engine)

@@ -1,6 +1,7 @@
 """The environment variables that ranks get from the user: passed on automatically, from files, and by --env."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -60,13 +61,7 @@ OWN_NAMES = (
     "TORCHELASTIC_RUN_ID",
 )
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_ASSIGNMENT = re.compile(r"[ \t]*(?:export[ \t]+)?([^=\s#]+)[ \t]*(=)?[ \t]*")
-_DOUBLE_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*)"', re.DOTALL)
-_SINGLE_QUOTED = re.compile(r"'([^']*)'")
-_UNQUOTED = re.compile(r"(?:(?<![ \t])#|[^\n#])*")
-_REST_OF_LINE = re.compile(r"[ \t\r]*(?:#[^\n]*)?(?:\n|\Z)")
-_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-_ESCAPED = {"n": "\n", "t": "\t", "r": "\r", '"': '"', "\\": "\\", "$": "$", "\n": ""}
+_COMMENT = re.compile(r"\s#.*")
 _SECRET_WORDS = {"TOKEN", "TOKENS", "SECRET", "SECRETS", "PASSWORD", "PASSWD", "KEY", "KEYS", "CREDENTIALS", "COOKIE"}
 _URL_PASSWORD = re.compile(r"(://[^/\s:@]*:)[^/\s@]+@")
 
@@ -101,9 +96,8 @@ def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
     """Read the variables of a file for --env-file.
 
     Lines are `K=V`, `export K=V`, or `K` (from `environ`); `#` starts a comment at the start of a line or after a
-    space. A plain value is stripped; '...' is literal; in "..." the escapes \\n, \\t, \\r, \\", \\\\, \\$ and a
-    backslash at the end of a line work as in a shell's $'...'. Quoted values may span lines. Nothing is expanded.
-    Raises LaunchError with file and line.
+    space. A value is stripped, and may have quotes as in a shell. Nothing is expanded. Raises LaunchError with file and
+    line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -111,14 +105,13 @@ def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
         reason = getattr(error, "strerror", None) or error
         raise LaunchError(f"cannot read the environment file {path}: {reason}. Check --env-file") from None
     result: dict[str, str] = {}
-    position = 0
-    while position < len(text):
-        where = f"{path}, line {text.count(chr(10), 0, position) + 1}"
-        if blank := _REST_OF_LINE.match(text, position):
-            position = blank.end()
-            continue
-        name, value, position = _assignment(text, position, where)
-        result[name] = _checked(name, value, environ, where)
+    for number, line in enumerate(text.splitlines(), 1):
+        where, line = f"{path}, line {number}", line.strip().removeprefix("export ").lstrip()
+        if line and not line.startswith("#"):
+            bare = _COMMENT.sub("", line)
+            name, equals, value = line.partition("=") if "=" in bare else (bare, "", "")
+            name = name.rstrip()
+            result[name] = _checked(name, _unquoted(name, value, where) if equals else None, environ, where)
     return result
 
 
@@ -132,36 +125,21 @@ def shown_value(name: str, value: str) -> str:
     return "(hidden)" if is_secret(name) and value else _URL_PASSWORD.sub(r"\1***@", value)
 
 
-def _assignment(text: str, position: int, where: str) -> tuple[str, str | None, int]:
-    """Return (name, value (None: `K` alone), start of the next line)."""
-    start = _ASSIGNMENT.match(text, position)
-    if start is None:
-        line = text[position:].splitlines()[0]
-        raise LaunchError(f'{where}: expected NAME=VALUE, found "{line.strip()}"')
-    name, value, end = start[1], None, start.end()
-    if start[2]:
-        quote = text[end : end + 1]
-        if quote in ('"', "'"):
-            match = (_DOUBLE_QUOTED if quote == '"' else _SINGLE_QUOTED).match(text, end)
-            if match is None:
-                raise LaunchError(f"{where}: the value of {name} starts with an open {quote}: close it")
-            value = _ESCAPE.sub(_unescaped, match[1]) if quote == '"' else match[1]
-        else:
-            match = _UNQUOTED.match(text, end)
-            assert match is not None  # it may be empty
-            value = match[0].strip()
-        end = match.end()
-    rest = _REST_OF_LINE.match(text, end)
-    if rest is None:
-        found = text[end:].splitlines()[0].strip()
+def _unquoted(name: str, text: str, where: str) -> str:
+    """Return a value without its quotes, and without a comment after it."""
+    if not text.lstrip().startswith(("'", '"')):
+        return _COMMENT.sub("", text).strip()
+    try:
+        value, *rest = shlex.split(text, comments=True)
+    except ValueError:
         raise LaunchError(
-            f'{where}: expected the end of the line after {name}, found "{found}": put the value in quotes'
+            f"{where}: the value of {name} starts with an open {text.lstrip()[0]}: close it in the same line"
+        ) from None
+    if rest:
+        raise LaunchError(
+            f'{where}: expected the end of the line after {name}, found "{rest[0]}": put the value in quotes'
         )
-    return name, value, rest.end()
-
-
-def _unescaped(match: re.Match[str]) -> str:
-    return _ESCAPED.get(match[1], match[0])
+    return value
 
 
 def _checked(name: str, value: str | None, environ: Mapping[str, str], where: str) -> str:

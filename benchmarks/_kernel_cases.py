@@ -22,7 +22,7 @@ from lowtide.kernels.optimizer_states import StoredState, new_state, stored_stat
 from lowtide.kernels.optimizer_step import update_shard
 from lowtide.kernels.quantized_blocks import QUANTIZED_BLOCK_NUMEL, dequantize, quantize, quantized_bytes
 from lowtide.kernels.rotary import rotary_embedding
-from lowtide.kernels.row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from lowtide.kernels.row_norm import add_rms_norm, rms_norm
 from lowtide.kernels.sum_of_squares import squares_by_block
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
@@ -125,43 +125,39 @@ def liger(name: str, results: tuple[str, ...], *inputs: str, more: tuple[Any, ..
     return form
 
 
-def norm_case(name: str, ours: Callable[..., Any], plain: Callable[..., Tensor], bias: bool, peer: str | None) -> Case:
-    """Build the case of a norm, of a sum if the name says so. plain: of torch.nn.functional; peer: Liger's."""
+def norm_case(name: str, ours: Callable[..., Any], peer: str) -> Case:
+    """Build the case of an RMS norm, of a sum if the name says so. peer: Liger's."""
     of_sum = name.startswith("add_")
-    parameters = ("weight", "bias") if bias else ("weight",)
-    inputs = ("x", "residual", *parameters) if of_sum else ("x", *parameters)
+    inputs = ("x", "residual", "weight") if of_sum else ("x", "weight")
     results = ("y", "h") if of_sum else ("y",)
 
     def draw(size: Size, dtype: torch.dtype, source: Draw) -> Tensors:
-        drawn = {key: source.normal(*size, dtype=dtype) for key in inputs if key not in parameters}
-        drawn |= {key: source.normal(size[-1], dtype=dtype) for key in parameters}
-        drawn["weight"].add_(1.0)
-        return drawn
+        drawn = {key: source.normal(*size, dtype=dtype) for key in inputs if key != "weight"}
+        return drawn | {"weight": source.normal(size[-1], dtype=dtype).add_(1.0)}
 
     def our_form(t: Tensors) -> Tensors:
         return named(results, ours(*(t[key] for key in inputs), EPS, backend="triton"))
 
     def torch_form(t: Tensors) -> Tensors:
         h = t["x"] + t["residual"] if of_sum else t["x"]
-        y = plain(h, h.shape[-1:], *(t[key] for key in parameters), eps=EPS)
+        y = F.rms_norm(h, h.shape[-1:], t["weight"], eps=EPS)
         return {"y": y, "h": h} if of_sum else {"y": y}
 
     def moved(t: Tensors, found: Tensors) -> Mapping[Pass, int]:
-        """Read x, write y; read dy and x, write dx; both also the parameters, and a float32 or two for each row."""
-        x, of_rows = t["x"].nbytes, 4 * len(parameters) * (t["x"].numel() // t["x"].shape[-1])
-        weights = len(parameters) * t["weight"].nbytes
+        """Read x, write y; read dy and x, write dx; both also the weight, and a float32 for each row."""
+        x, weight, of_rows = t["x"].nbytes, t["weight"].nbytes, 4 * (t["x"].numel() // t["x"].shape[-1])
         return {
-            "forward": (4 if of_sum else 2) * x + weights + of_rows,
+            "forward": (4 if of_sum else 2) * x + weight + of_rows,
             # dh is read beside dy; one gradient serves x and residual.
-            "backward": (4 if of_sum else 3) * x + t["weight"].nbytes + weights + of_rows,
+            "backward": (4 if of_sum else 3) * x + 2 * weight + of_rows,
         }
 
-    forms = {"lowtide": our_form, "torch": torch_form, "compile": torch_form}
+    form_of_peer = liger(peer, results, *inputs, more=(EPS,))
     return Case(
         name=name,
         file="row_norm",
         draw=draw,
-        forms=forms | {"liger": liger(peer, results, *inputs, more=(EPS,))} if peer else forms,
+        forms={"lowtide": our_form, "torch": torch_form, "compile": torch_form, "liger": form_of_peer},
         exact=torch_form,
         moved=moved,
         sizes=NORM_SIZES,
@@ -241,10 +237,8 @@ ROTARY = Case(
 )
 
 LAYER_CASES = (
-    norm_case("rms_norm", rms_norm, F.rms_norm, False, "liger_rms_norm"),
-    norm_case("add_rms_norm", add_rms_norm, F.rms_norm, False, "liger_fused_add_rms_norm"),
-    norm_case("layer_norm", layer_norm, F.layer_norm, True, "liger_layer_norm"),
-    norm_case("add_layer_norm", add_layer_norm, F.layer_norm, True, None),
+    norm_case("rms_norm", rms_norm, "liger_rms_norm"),
+    norm_case("add_rms_norm", add_rms_norm, "liger_fused_add_rms_norm"),
     gated_case("swiglu", lambda t: {"y": swiglu(t["gate"], t["up"], backend="triton")}, F.silu, "liger_swiglu"),
     gated_case(
         "geglu",

@@ -14,6 +14,7 @@ Example:
     python benchmarks/host_time.py --json host_time.json
     python benchmarks/host_time.py --contenders lowtide-3 fsdp2
     python benchmarks/host_time.py --operators lowtide-3
+    python benchmarks/host_time.py --kernels
 """
 
 from __future__ import annotations
@@ -181,6 +182,19 @@ def summary(least: dict[str, list[list[float]]], depths: list[int]) -> dict[str,
     }
 
 
+def show_kernels(options: argparse.Namespace) -> None:
+    """Print what a launch of each fused layer costs, beside torch's own operators."""
+    import _host_kernels
+
+    rows = _host_kernels.measure(20 * options.rounds)
+    names = list(rows["rms_norm"])
+    lines = [
+        [name, *(shown(row[key], ".0f" if "calls" in key else ".2f") for key in names)] for name, row in rows.items()
+    ]
+    begin().print(make_table("Host time of a launch, microseconds and calls in Python", ["kernel", *names], lines))
+    write_json(options, {"torch": torch.__version__, "rows": rows})
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the checked command line; end the program with a message if it is not legal."""
     parser = Parser(__doc__)
@@ -191,6 +205,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=count(), default=15, help="default: 15")
     add("--steps", type=count(), default=5, help="of a contender in a round (default: 5)")
     add("--operators", choices=NAMES, metavar="NAME", help="count the operators of one contender, and end")
+    add("--kernels", action="store_true", help="measure launches of fused layers, whose kernels do nothing, and end")
     options = parser.parse_args(arguments)
     if not 0 < options.depths[0] < options.depths[1]:
         parser.error(f"--depths: expected two numbers of blocks, the larger one last, found {options.depths}")
@@ -200,6 +215,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     depths = options.depths
+    if options.kernels:
+        show_kernels(options)
+        return
     logging.getLogger("lowtide").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)

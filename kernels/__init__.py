@@ -16,18 +16,16 @@ if TYPE_CHECKING:
     from .linear_cross_entropy import linear_cross_entropy
     from .optimizer_step import update_runs, update_shard
     from .rotary import rotary_embedding
-    from .row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+    from .row_norm import add_rms_norm, rms_norm
     from .sum_of_squares import squares_by_block, squares_of_each
 
 __all__ = [
     "Fused",
-    "add_layer_norm",
     "add_rms_norm",
     "cross_entropy",
     "fuse_model",
     "geglu",
     "geglu_packed",
-    "layer_norm",
     "linear_cross_entropy",
     "loss_only",
     "rms_norm",
@@ -42,13 +40,11 @@ __all__ = [
 
 _HOME = {
     "Fused": ".fuse",
-    "add_layer_norm": ".row_norm",
     "add_rms_norm": ".row_norm",
     "cross_entropy": ".cross_entropy",
     "fuse_model": ".fuse",
     "geglu": ".gated_mlp",
     "geglu_packed": ".gated_mlp",
-    "layer_norm": ".row_norm",
     "linear_cross_entropy": ".linear_cross_entropy",
     "loss_only": ".fused_loss",
     "rms_norm": ".row_norm",

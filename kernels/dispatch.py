@@ -1,4 +1,4 @@
-"""Choose the form of a kernel: Triton on a GPU, eager reference elsewhere (`uses_triton`). Shared checks of rows."""
+"""Choose the form of a kernel: Triton on a GPU, eager reference elsewhere (`uses_triton`). What all kernels share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import importlib.util
 import logging
 import math
 import os
+from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.autograd import Function, function as autograd_function
 from torch.compiler import is_compiling
 
 Backend = Literal["auto", "triton", "reference"]
@@ -19,6 +22,10 @@ Backend = Literal["auto", "triton", "reference"]
 _BACKENDS = get_args(Backend)
 
 TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Form = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""Shape, strides, dtype and device of a tensor: a key of prepared launches."""
+MOST_PREPARED = 512  # forms that a kernel keeps: of a block's layers in several shapes
 
 
 def uses_triton(backend: Backend, kernel: str, *tensors: Tensor | None) -> bool:
@@ -64,11 +71,67 @@ def _choose(backend: Backend, kernel: str, given: tuple[tuple[torch.device, torc
 _choose_once = cache(_choose)  # a step asks for every layer
 
 
+def form_of(tensor: Tensor) -> Form:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def form_uses_triton(backend: Backend, kernel: str, *forms: Form | None) -> bool:
+    """Tell what `uses_triton` tells of tensors of these forms."""
+    return _choose(backend, kernel, tuple([(form[3], form[2]) for form in forms if form is not None]))
+
+
+def row_strides(*forms: Form | None) -> tuple[bool, list[int]]:
+    """Return the distances in memory between the rows of tensors, (..., n); 0 for None.
+
+    True, if a tensor has columns apart, or rows at several distances. Then they are those of contiguous copies of all.
+    """
+    strides = [0 if form is None else _row_stride(*form[:2]) for form in forms]
+    if None not in strides:
+        return False, strides  # type: ignore[return-value]
+    return True, [0 if form is None else form[0][-1] for form in forms]
+
+
+def _row_stride(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
+    if shape[-1] > 1 and strides[-1] != 1:
+        return None
+    dims = [(size, stride) for size, stride in zip(shape[:-1], strides, strict=False) if size != 1]
+    for (_, outer), (size, inner) in pairwise(dims):
+        if outer != size * inner:
+            return None
+    return dims[-1][1] if dims else shape[-1]
+
+
+def together(tensor: Any) -> Any:
+    """Return a tensor or None with adjacent rows and columns."""
+    return tensor if tensor is None else tensor.contiguous()
+
+
+def direct_apply(function: type[Function]) -> Callable[..., Any]:
+    """Return `function.apply` without its look at each argument for torch.func: it costs more than a small kernel."""
+    direct = super(Function, function).apply  # type: ignore[misc]  # of torch's class in C++
+
+    def apply(*args: Any) -> Any:
+        return (function.apply if torch._C._are_functorch_transforms_active() else direct)(*args)
+
+    return apply
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return torch's `once_differentiable`, but without two changes of the gradient mode where it is off already."""
+    guarded = autograd_function.once_differentiable(backward)
+
+    def choose(ctx: Any, *gradients: Tensor | None) -> Any:
+        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+
+    return choose
+
+
 def operators() -> Any:
     """Return torch.ops.lowtide, which a compiler does not trace into."""
-    from . import operators  # here: it costs each import of lowtide, and few programs compile
+    # Here: it costs each import of lowtide, and few programs compile. torch 2.11 does not trace `from . import`.
+    from .operators import LOWTIDE
 
-    return torch.ops.lowtide if operators else None
+    return LOWTIDE
 
 
 @cache
@@ -114,16 +177,3 @@ def as_rows(x: Tensor) -> Tensor:
     # reshape(-1, n) is ambiguous for an empty x.
     rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty((math.prod(x.shape[:-1]), x.shape[-1]))
     return rows if rows.stride(-1) == 1 or rows.shape[-1] <= 1 else rows.contiguous()
-
-
-def check_row_weight(kernel: str, x: Tensor, name: str, weight: Tensor | None) -> None:
-    """Raise ValueError unless x is a floating-point (..., n) and weight is (n,) or None."""
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"{kernel}: expected a floating-point x of at least one dimension, found {tuple(x.shape)} {x.dtype}"
-        )
-    if weight is not None and tuple(weight.shape) != (x.shape[-1],):
-        raise ValueError(
-            f"{kernel}: expected {name} of shape ({x.shape[-1]},), the last dimension of x, {tuple(x.shape)}; found "
-            f"{tuple(weight.shape)}"
-        )

@@ -2,7 +2,6 @@
 
     fusion                  modules                                                     kernel
     rms_norm                nn.RMSNorm; the RMSNorm of the families below               rms_norm
-    layer_norm              nn.LayerNorm over one dimension                             layer_norm
     gated_mlp               the MLP of Llama, Mistral, Qwen, Gemma: silu or gelu        swiglu, geglu
     rotary_embedding        the Attention of the families: its rotation of q and k      rotary_embedding
     cross_entropy           nn.CrossEntropyLoss; the loss of causal language models     cross_entropy
@@ -29,11 +28,11 @@ from .dispatch import Backend
 from .fused_loss import family_of, head_members, is_causal_lm, linear_loss_members, loss_members
 from .gated_mlp import geglu, swiglu
 from .rotary import rotary_embedding
-from .row_norm import layer_norm, rms_norm
+from .row_norm import rms_norm
 
-FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy")
+FUSIONS = ("rms_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy")
 """The names of all fusions."""
-COMPILED_FUSIONS = ("rms_norm", "layer_norm", "gated_mlp", "rotary_embedding")
+COMPILED_FUSIONS = ("rms_norm", "gated_mlp", "rotary_embedding")
 """Fusions of the layers of a block. torch.compile reaches the same bandwidth, and its code costs the host less."""
 
 Members = dict[str, Any]
@@ -78,11 +77,6 @@ def _find_rms_norm(module: nn.Module, original: type[nn.Module]) -> tuple[str, O
         return None
     eps_names = [name for name in ("variance_epsilon", "eps") if isinstance(getattr(module, name, None), float)]
     return (f"rms_norm_{eps_names[0]}", family.norm_offset) if len(eps_names) == 1 else None
-
-
-def _find_layer_norm(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
-    is_known = original is nn.LayerNorm and len(module.normalized_shape) == 1  # type: ignore[arg-type]
-    return ("layer_norm", "") if is_known else None
 
 
 _ACTIVATIONS = {
@@ -131,7 +125,6 @@ def _find_linear_cross_entropy(module: nn.Module, original: type[nn.Module]) -> 
 
 _FINDERS: Mapping[str, Callable[[nn.Module, type[nn.Module]], tuple[str, Option] | None]] = {
     "rms_norm": _find_rms_norm,
-    "layer_norm": _find_layer_norm,
     "gated_mlp": _find_gated_mlp,
     "rotary_embedding": _find_rotary,
     "cross_entropy": _find_cross_entropy,
@@ -155,29 +148,17 @@ def _rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
 
 def _torch_rms_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
     def forward(self: Any, x: Tensor) -> Tensor:
-        _check_last(self, x)
+        # A kernel without weight would take any width.
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(
+                f"{type(self).__name__}: expected an input whose last dimension is {self.normalized_shape[0]}, "
+                f"found {tuple(x.shape)}"
+            )
         # torch takes the eps of the dtype in which it computes, not of x.dtype as its documentation says.
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps, backend=fusion.backend)
 
     return {"forward": forward}
-
-
-def _layer_norm_members(original: type[nn.Module], fusion: Fusion) -> Members:
-    def forward(self: Any, input: Tensor) -> Tensor:
-        _check_last(self, input)
-        return layer_norm(input, self.weight, self.bias, self.eps, backend=fusion.backend)
-
-    return {"forward": forward}
-
-
-def _check_last(norm: Any, x: Tensor) -> None:
-    """Raise ValueError unless rows of x have the norm's width: a kernel without weight would take any width."""
-    if tuple(x.shape[-1:]) != tuple(norm.normalized_shape):
-        raise ValueError(
-            f"{type(norm).__name__}: expected an input whose last dimension is {norm.normalized_shape[0]}, "
-            f"found {tuple(x.shape)}"
-        )
 
 
 def _gated_mlp_members(original: type[nn.Module], fusion: Fusion) -> Members:
@@ -267,7 +248,6 @@ MEMBERS: Mapping[str, Callable[[type[nn.Module], Fusion], Members]] = {
     "rms_norm_eps": _rms_norm_members,
     "rms_norm_variance_epsilon": _rms_norm_members,
     "torch_rms_norm": _torch_rms_norm_members,
-    "layer_norm": _layer_norm_members,
     "gated_mlp": _gated_mlp_members,
     "rotary": _rotary_members,
     "cross_entropy": _cross_entropy_members,

@@ -16,6 +16,7 @@ Under torch.autocast the result has the dtype of the inputs, as with torch's ope
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import functional as F
 
-from .dispatch import Backend, as_rows, operators, triton_form, uses_triton
+from .dispatch import (
+    MOST_PREPARED,
+    Backend,
+    Form,
+    direct_apply,
+    form_of,
+    form_uses_triton,
+    once_differentiable,
+    operators,
+    triton_form,
+)
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -42,7 +53,7 @@ def swiglu_packed(x: Tensor, *, backend: Backend = "auto") -> Tensor:
 
     Raises ValueError for an odd number of columns, or if the backend is not possible.
     """
-    return _gated_packed("swiglu_packed", x, "silu", backend)
+    return _gated("swiglu_packed", x, None, "silu", backend)
 
 
 def geglu(
@@ -54,7 +65,7 @@ def geglu(
 
 def geglu_packed(x: Tensor, *, approximate: Literal["tanh", "none"] = "tanh", backend: Backend = "auto") -> Tensor:
     """Compute gelu(gate) * up of x = [gate, up]. Everything else is as in `swiglu_packed`."""
-    return _gated_packed("geglu_packed", x, _gelu("geglu_packed", approximate), backend)
+    return _gated("geglu_packed", x, None, _gelu("geglu_packed", approximate), backend)
 
 
 def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
@@ -67,38 +78,44 @@ def gated_reference(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
     return (activated * up.to(wide.dtype)).to(gate.dtype)
 
 
-def _gated(kernel: str, gate: Tensor, up: Tensor, activation: Activation, backend: Backend) -> Tensor:
-    _check_floating(kernel, "gate", gate)
-    if up.shape != gate.shape or up.dtype != gate.dtype:
+def _gated(kernel: str, x: Tensor, up: Tensor | None, activation: Activation, backend: Backend) -> Tensor:
+    """Compute y of gate x and up, or of the halves of x if up is None."""
+    of_x, of_up = form_of(x), form_of(up) if up is not None else None
+    launches = None
+    if is_compiling():
+        _check(kernel, of_x, of_up)
+        if backend != "reference":
+            return operators().gated_mlp(x, up, activation, backend)  # type: ignore[no-any-return]
+    else:
+        launches = launches_of(kernel, of_x, of_up, activation, backend)
+    if launches is not None:
+        return _apply(x, up, launches)  # type: ignore[no-any-return]
+    gate, up = (x, up) if up is not None else x.chunk(2, dim=-1)
+    return gated_reference(gate, up, activation)
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def launches_of(kernel: str, x: Form, up: Form | None, activation: Activation, backend: Backend) -> Any:
+    """Check the tensors, and prepare the launches of `triton/gated_mlp.py`; None if the reference is to run."""
+    _check(kernel, x, up)
+    if not form_uses_triton(backend, kernel, x, up) or not x[0].numel():
+        return None
+    return triton_form("gated_mlp").GatedMlp(x, up, activation)
+
+
+def _check(kernel: str, x: Form, up: Form | None) -> None:
+    shape, _, dtype, _ = x
+    if not shape or not dtype.is_floating_point:
         raise ValueError(
-            f"{kernel}: expected up like gate, {tuple(gate.shape)} {gate.dtype}, found {tuple(up.shape)} {up.dtype}"
+            f"{kernel}: expected a floating-point {'x' if up is None else 'gate'} of at least one dimension, found "
+            f"{tuple(shape)} {dtype}"
         )
-    if is_compiling() and backend != "reference":
-        return operators().gated_mlp(gate, up, activation, backend)  # type: ignore[no-any-return]
-    if not uses_triton(backend, kernel, gate, up) or not gate.numel():
-        return gated_reference(gate, up, activation)
-    return _GatedMlp.apply(gate, up, activation)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _gated_packed(kernel: str, x: Tensor, activation: Activation, backend: Backend) -> Tensor:
-    _check_floating(kernel, "x", x)
-    if x.shape[-1] % 2:
+    if up is None and shape[-1] % 2:
         raise ValueError(
-            f"{kernel}: expected an even last dimension of x, gate and up side by side; found {tuple(x.shape)}"
+            f"{kernel}: expected an even last dimension of x, gate and up side by side; found {tuple(shape)}"
         )
-    if is_compiling() and backend != "reference":
-        return operators().gated_mlp(x, None, activation, backend)  # type: ignore[no-any-return]
-    if not uses_triton(backend, kernel, x) or not x.numel():
-        gate, up = x.chunk(2, dim=-1)
-        return gated_reference(gate, up, activation)
-    return _GatedMlp.apply(x, None, activation)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _check_floating(kernel: str, name: str, x: Tensor) -> None:
-    if x.dim() == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"{kernel}: expected a floating-point {name} of at least one dimension, found {tuple(x.shape)} {x.dtype}"
-        )
+    if up is not None and (up[0] != shape or up[2] != dtype):
+        raise ValueError(f"{kernel}: expected up like gate, {tuple(shape)} {dtype}, found {tuple(up[0])} {up[2]}")
 
 
 def _gelu(kernel: str, approximate: str) -> Activation:
@@ -107,28 +124,17 @@ def _gelu(kernel: str, approximate: str) -> Activation:
     return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
-def gate_and_up(x: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return gate and up as rows, views if strides allow it: x and up, or the halves of x if up is None."""
-    rows = as_rows(x)
-    if up is not None:
-        return rows, as_rows(up)
-    n_cols = rows.shape[-1] // 2
-    return rows[:, :n_cols], rows[:, n_cols:]
-
-
 class _GatedMlp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor | None, activation: Activation) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor | None, launches: Any) -> Tensor:
         ctx.save_for_backward(x, up)
-        ctx.activation = activation
-        y: Tensor = triton_form("gated_mlp").forward(*gate_and_up(x, up), activation)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        ctx.launches = launches
+        return launches.forward(x, up)  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, up = ctx.saved_tensors
-        dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dup = torch.empty_like(dx) if up is not None else None
-        triton_form("gated_mlp").backward(as_rows(dy), *gate_and_up(x, up), *gate_and_up(dx, dup), ctx.activation)
-        return dx, dup, None
+        return *ctx.launches.backward(dy, *ctx.saved_tensors), None
+
+
+_apply = direct_apply(_GatedMlp)

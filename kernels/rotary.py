@@ -17,13 +17,24 @@ float32 if cos is float32.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .dispatch import Backend, operators, triton_form, uses_triton
+from .dispatch import (
+    MOST_PREPARED,
+    Backend,
+    Form,
+    direct_apply,
+    form_of,
+    form_uses_triton,
+    once_differentiable,
+    operators,
+    triton_form,
+)
 
 
 def rotary_embedding(
@@ -36,12 +47,23 @@ def rotary_embedding(
     Raises ValueError if shapes and dtypes do not fit together, if cos or sin requires a gradient, or if the backend is
     not possible.
     """
-    _check(q, k, cos, sin)
-    if is_compiling() and backend != "reference":
-        return operators().rotary(q, k, cos, sin, interleaved, False, backend)  # type: ignore[no-any-return]
-    if not uses_triton(backend, "rotary_embedding", q, k, cos, sin) or not (q.numel() and k.numel() and cos.numel()):
-        return tuple(rotary_reference(x, cos, sin, interleaved=interleaved) for x in (q, k))  # type: ignore[return-value]
-    return _Rotary.apply(q, k, cos, sin, interleaved)  # type: ignore[no-untyped-call, no-any-return]
+    forms = form_of(q), form_of(k), form_of(cos), form_of(sin)
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        name = "cos" if cos.requires_grad else "sin"
+        raise ValueError(
+            f"rotary_embedding: expected {name} without requires_grad, because it gets no gradient; pass "
+            f"{name}.detach(), or compute learned angles in plain torch"
+        )
+    launches = None
+    if is_compiling():
+        _check(*forms)
+        if backend != "reference":
+            return operators().rotary(q, k, cos, sin, interleaved, False, backend)  # type: ignore[no-any-return]
+    else:
+        launches = launches_of(*forms, interleaved, backend)
+    if launches is not None:
+        return _apply(q, k, cos, sin, launches)  # type: ignore[no-any-return]
+    return tuple(rotary_reference(x, cos, sin, interleaved=interleaved) for x in (q, k))  # type: ignore[return-value]
 
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, transposed: bool = False) -> Tensor:
@@ -64,53 +86,57 @@ def _rotate_pairs(x: Tensor, interleaved: bool) -> Tensor:
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    if q.dim() != 4 or not q.is_floating_point():
+@lru_cache(maxsize=MOST_PREPARED)
+def launches_of(q: Form, k: Form, cos: Form, sin: Form, interleaved: bool, backend: Backend) -> Any:
+    """Check the tensors, and prepare the launches of `triton/rotary.py`; None if the reference is to run."""
+    _check(q, k, cos, sin)
+    is_empty = not all(form[0].numel() for form in (q, k, cos))
+    if not form_uses_triton(backend, "rotary_embedding", q, k, cos, sin) or is_empty:
+        return None
+    return triton_form("rotary").Rotation(interleaved)
+
+
+def _check(q: Form, k: Form, cos: Form, sin: Form) -> None:
+    shape, _, dtype, _ = q
+    if len(shape) != 4 or not dtype.is_floating_point:
         raise ValueError(
-            f"rotary_embedding: expected a floating-point q, (batch, heads, seq, head_dim), found {tuple(q.shape)} "
-            f"{q.dtype}"
+            f"rotary_embedding: expected a floating-point q, (batch, heads, seq, head_dim), found {tuple(shape)} "
+            f"{dtype}"
         )
-    batch, _, seq, head_dim = q.shape
-    if k.dim() != 4 or (k.shape[0], *k.shape[2:]) != (batch, seq, head_dim) or k.dtype != q.dtype:
+    batch, _, seq, head_dim = shape
+    if len(k[0]) != 4 or (k[0][0], *k[0][2:]) != (batch, seq, head_dim) or k[2] != dtype:
         raise ValueError(
-            f"rotary_embedding: expected k of shape ({batch}, heads, {seq}, {head_dim}) and {q.dtype}, as q is; found "
-            f"{tuple(k.shape)} {k.dtype}"
+            f"rotary_embedding: expected k of shape ({batch}, heads, {seq}, {head_dim}) and {dtype}, as q is; found "
+            f"{tuple(k[0])} {k[2]}"
         )
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.dim() != 3 or table.shape[0] not in (1, batch) or table.shape[1] != seq or table.shape != cos.shape:
+    for name, (table, _, table_dtype, _) in (("cos", cos), ("sin", sin)):
+        if len(table) != 3 or table[0] not in (1, batch) or table[1] != seq or table != cos[0]:
             raise ValueError(
                 f"rotary_embedding: expected cos and sin of the same shape, ({batch} or 1, {seq}, rotary_dim), found "
-                f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+                f"{tuple(cos[0])} and {tuple(sin[0])}"
             )
-        if table.shape[-1] % 2 or table.shape[-1] > head_dim:
+        if table[-1] % 2 or table[-1] > head_dim:
             raise ValueError(
                 f"rotary_embedding: expected rotary_dim, the last dimension of {name}, to be even and at most "
-                f"head_dim ({head_dim}), found {table.shape[-1]}"
+                f"head_dim ({head_dim}), found {table[-1]}"
             )
-        if table.dtype not in (torch.float32, q.dtype):
+        if table_dtype not in (torch.float32, dtype):
             raise ValueError(
-                f"rotary_embedding: expected {name} in torch.float32 or {q.dtype}, the dtype of q, found {table.dtype}"
-            )
-        if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(
-                f"rotary_embedding: expected {name} without requires_grad, because it gets no gradient; pass "
-                f"{name}.detach(), or compute learned angles in plain torch"
+                f"rotary_embedding: expected {name} in torch.float32 or {dtype}, the dtype of q, found {table_dtype}"
             )
 
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, launches: Any) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        rotated: tuple[Tensor, Tensor] = triton_form("rotary").rotate(
-            q, k, cos, sin, interleaved=interleaved, transposed=False
-        )
-        return rotated
+        ctx.launches = launches
+        return launches.rotate(q, k, cos, sin, False)  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        dq, dk = triton_form("rotary").rotate(dq, dk, cos, sin, interleaved=ctx.interleaved, transposed=True)
-        return dq, dk, None, None, None
+        return *ctx.launches.rotate(dq, dk, *ctx.saved_tensors, True), None, None, None
+
+
+_apply = direct_apply(_Rotary)

@@ -10,7 +10,7 @@ from ...configs.section import Bool, Natural, Patterns, worded
 from .errors import ConfigSection, quoted
 
 BackendName = Literal["auto", "triton", "reference"]
-FusionName = Literal["rms_norm", "layer_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy"]
+FusionName = Literal["rms_norm", "gated_mlp", "rotary_embedding", "cross_entropy", "linear_cross_entropy"]
 FUSION_NAMES: tuple[str, ...] = get_args(FusionName)
 KERNEL_NAMES = (*FUSION_NAMES, "optimizer_step")
 
@@ -37,9 +37,6 @@ class KernelsConfig(ConfigSection):
 
     rms_norm: BackendName | None = None
     """nn.RMSNorm, and the norms of Llama, Mistral, Qwen and Gemma. null: backend."""
-
-    layer_norm: BackendName | None = None
-    """nn.LayerNorm. null: backend."""
 
     gated_mlp: BackendName | None = None
     """SwiGLU and GeGLU of Llama, Mistral, Qwen and Gemma. null: backend."""

@@ -18,7 +18,6 @@ from torch import Tensor
 from triton import knobs
 
 ALIGNMENT_BYTES = 16  # that Triton distinguishes
-MOST_PREPARED = 512  # launches that a kernel keeps: of a block's norms in several shapes, and of their backwards
 
 
 @dataclass(frozen=True)
@@ -67,15 +66,12 @@ class PreparedLaunch:
         self._names = kernel.arg_names[: -len(scalars)]
         self._grid, self._whole_grid = grid, (*grid, 1, 1)[:3]
         self._trailing = tuple(scalars[name] for name in kernel.arg_names[-len(scalars) :])
-        self._started: dict[
-            int, tuple[Any, ...]
-        ] = {}  # by device: launcher, function and metadata of the compiled kernel
+        # By device: launcher, function and metadata of the compiled kernel.
+        self._started: dict[int, tuple[Any, ...]] = {}
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Start the kernel on the device of the first tensor. tensors: in the order of the kernel's pointers."""
-        first = tensors[0]
-        assert first is not None
-        device = first.get_device()
+        device = tensors[0].get_device()  # type: ignore[union-attr]  # the first pointer is of each call
         started = self._started.get(device)
         if (
             started is None
@@ -93,7 +89,7 @@ class PreparedLaunch:
     def _start_by_triton(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:
         args = dict(zip(self._names, tensors, strict=True)) | self._scalars
         compiled = launch(self._kernel, self._grid, self._num_warps, self._num_stages, **args)
-        if device >= 0 and compiled is not None and _are_aligned(tensors):
+        if compiled is not None and _are_aligned(tensors):
             self._started[device] = compiled.run, compiled.function, compiled.packed_metadata
 
 
@@ -107,8 +103,8 @@ def _are_aligned(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def _is_watched() -> bool:
     """Tell if a profiler has hooks on launches: Triton gives them the metadata of each launch."""
-    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-    return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @contextmanager

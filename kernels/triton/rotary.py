@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import MOST_PREPARED, PreparedLaunch, next_power_of_2
+from .launch import PreparedLaunch, next_power_of_2
 
 MAX_TILE_NUMEL = 4096  # elements that a program holds at a time: heads x head_dim
 THREAD_NUMEL = 32
@@ -104,56 +103,57 @@ def _rotate_kernel(
     )  # fmt: skip
 
 
-def rotate(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, transposed: bool
-) -> tuple[Tensor, Tensor]:
-    """Rotate q and k into new tensors with the same strides. transposed: the rotation of gradients.
+class Rotation:
+    """The launches for tensors of certain forms, and for whatever gradients they get."""
 
-    q, k: (batch, heads, seq, head_dim) with any strides; cos, sin: (batch or 1, seq, rotary_dim).
-    """
-    q, k, cos, sin = (_with_adjacent_columns(x) for x in (q, k, cos, sin))
-    rotated_q, rotated_k = torch.empty_like(q), torch.empty_like(k)
-    strides = q.stride(), k.stride(), rotated_q.stride(), rotated_k.stride(), cos.stride(), sin.stride()
-    start = _launch_of(q.shape, k.shape[1], cos.shape, q.dtype, cos.dtype, sin.dtype, strides, interleaved, transposed)
-    start(q, k, cos, sin, rotated_q, rotated_k)
-    return rotated_q, rotated_k
+    def __init__(self, interleaved: bool) -> None:
+        self._interleaved = interleaved
+        self._launches: dict[Any, tuple[bool, PreparedLaunch]] = {}
 
+    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+        """Rotate q and k into new tensors with the same strides. transposed: the rotation of gradients.
 
-@lru_cache(maxsize=MOST_PREPARED)
-def _launch_of(
-    q_shape: tuple[int, ...],
-    num_k_heads: int,
-    cos_shape: tuple[int, ...],
-    dtype: torch.dtype,
-    cos_dtype: torch.dtype,
-    sin_dtype: torch.dtype,
-    strides: tuple[tuple[int, ...], ...],
-    interleaved: bool,
-    transposed: bool,
-) -> PreparedLaunch:
-    """strides: of q, k, rotated q, rotated k, cos and sin."""
-    batch, num_q_heads, seq, head_dim = q_shape
-    table_batch, _, rotary_dim = cos_shape
-    q, k, rotated_q, rotated_k, cos, sin = strides
-    pairs = next_power_of_2(rotary_dim // 2)
-    head_numel = next_power_of_2(head_dim)
-    most_heads = max(MAX_TILE_NUMEL // head_numel, 1)
-    q_heads, k_heads = (min(next_power_of_2(count), most_heads) for count in (num_q_heads, num_k_heads))
-    return PreparedLaunch(
-        _rotate_kernel, (batch * seq,), num_warps=min(max(q_heads * head_numel // (32 * THREAD_NUMEL), 1), 4),
-        **_strides("Q", q), **_strides("K", k), **_strides("YQ", rotated_q), **_strides("YK", rotated_k),
-        COS_batch_stride=cos[0] if table_batch > 1 else 0, COS_seq_stride=cos[1],
-        SIN_batch_stride=sin[0] if table_batch > 1 else 0, SIN_seq_stride=sin[1], seq=seq,
-        NUM_Q_HEADS=num_q_heads, NUM_K_HEADS=num_k_heads, Q_HEADS=q_heads, K_HEADS=k_heads,
-        HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, PAIRS=pairs, REST=next_power_of_2(head_dim - rotary_dim),
-        INTERLEAVED=interleaved, TRANSPOSED=transposed,
-    )  # fmt: skip
+        q, k: (batch, heads, seq, head_dim) with any strides; cos, sin: (batch or 1, seq, rotary_dim).
+        """
+        given = q.stride(), k.stride(), cos.stride(), sin.stride(), transposed
+        prepared = self._launches.get(given)
+        if prepared is None:
+            prepared = self._launches[given] = self._prepare(q, k, cos, sin, transposed)
+        is_apart, start = prepared
+        if is_apart:
+            q, k, cos, sin = (_with_adjacent_columns(x) for x in (q, k, cos, sin))
+        rotated_q, rotated_k = torch.empty_like(q), torch.empty_like(k)
+        start(q, k, cos, sin, rotated_q, rotated_k)
+        return rotated_q, rotated_k
+
+    def _prepare(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> tuple[bool, PreparedLaunch]:
+        """Return whether a tensor is copied, as its columns are apart, and the launch."""
+        is_apart = any(x.stride(-1) != 1 for x in (q, k, cos, sin))
+        q, k, cos, sin = (_with_adjacent_columns(x) for x in (q, k, cos, sin))
+        batch, num_q_heads, seq, head_dim = q.shape
+        table_batch, _, rotary_dim = cos.shape
+        pairs = next_power_of_2(rotary_dim // 2)
+        head_numel = next_power_of_2(head_dim)
+        most_heads = max(MAX_TILE_NUMEL // head_numel, 1)
+        num_k_heads = k.shape[1]
+        q_heads, k_heads = (min(next_power_of_2(count), most_heads) for count in (num_q_heads, num_k_heads))
+        strides = _strides("Q", q) | _strides("K", k)
+        strides |= _strides("YQ", torch.empty_like(q)) | _strides("YK", torch.empty_like(k))
+        return is_apart, PreparedLaunch(
+            _rotate_kernel, (batch * seq,), num_warps=min(max(q_heads * head_numel // (32 * THREAD_NUMEL), 1), 4),
+            **strides,
+            COS_batch_stride=cos.stride(0) if table_batch > 1 else 0, COS_seq_stride=cos.stride(1),
+            SIN_batch_stride=sin.stride(0) if table_batch > 1 else 0, SIN_seq_stride=sin.stride(1), seq=seq,
+            NUM_Q_HEADS=num_q_heads, NUM_K_HEADS=num_k_heads, Q_HEADS=q_heads, K_HEADS=k_heads,
+            HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim, PAIRS=pairs, REST=next_power_of_2(head_dim - rotary_dim),
+            INTERLEAVED=self._interleaved, TRANSPOSED=transposed,
+        )  # fmt: skip
 
 
 def _with_adjacent_columns(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _strides(name: str, strides: tuple[int, ...]) -> dict[str, Any]:
-    batch, head, seq, _ = strides
+def _strides(name: str, x: Tensor) -> dict[str, int]:
+    batch, head, seq, _ = x.stride()
     return {f"{name}_batch_stride": batch, f"{name}_head_stride": head, f"{name}_seq_stride": seq}

@@ -21,6 +21,7 @@ RUNS = {
     "fewer_bytes": "--steps 2 --layers 1 --width 32 --context 16 --seeds 0 --validation-batches 1"
     " --contenders kahan split --json OUT/j",
     "host_time": "--rounds 1 --steps 1 --depths 1 2 --contenders lowtide-3 fsdp2 --json OUT/j",
+    "host_time of kernels": "--kernels --rounds 1 --json OUT/j",
     "largest": "--device cpu --size tiny --budget-mib 200 --max-layers 2 --contenders ddp"
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
     "layered": "--folder OUT --width 32 --blocks 2 --microbatches 2 --rounds 1",
@@ -41,7 +42,7 @@ def test_help_has_an_example(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_it_runs(name: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *RUNS[name].replace("OUT", str(tmp_path)).split()]
+    command = [sys.executable, str(FOLDER / f"{name.split()[0]}.py"), *RUNS[name].replace("OUT", str(tmp_path)).split()]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert ended.returncode == 0, f"{ended.stdout}{ended.stderr}"

@@ -24,7 +24,7 @@ def load(**kernels: Any) -> Config:
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(4)
+        self.norm = nn.RMSNorm(4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x).square().sum()
@@ -37,7 +37,7 @@ def test_its_names_are_those_of_the_kernels() -> None:
 
 def test_a_kernel_without_a_key_of_its_own_follows_the_backend() -> None:
     kernels = load(backend="reference", rms_norm="auto", optimizer_step="triton").kernels
-    found = [kernels.backend_of(name) for name in ("rms_norm", "layer_norm", "optimizer_step")]
+    found = [kernels.backend_of(name) for name in ("rms_norm", "gated_mlp", "optimizer_step")]
     assert found == ["auto", "reference", "triton"]
     assert {load().kernels.backend_of(name) for name in KERNEL_NAMES} == {"auto"}
 
@@ -45,8 +45,8 @@ def test_a_kernel_without_a_key_of_its_own_follows_the_backend() -> None:
 def test_triton_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     why = '"triton" needs a GPU, and the model is on the device cpu; set "auto", which uses Triton if it can run'
-    assert refusal(lowtide.initialize, Model(), load(backend="triton", layer_norm="triton")) == (
-        f"2 faults:\n  kernels.backend: {why}\n  kernels.layer_norm: {why}"
+    assert refusal(lowtide.initialize, Model(), load(backend="triton", rms_norm="triton")) == (
+        f"2 faults:\n  kernels.backend: {why}\n  kernels.rms_norm: {why}"
     )
     monkeypatch.setattr(prepared_model, "has_triton", lambda: False)
     text = refusal(lowtide.initialize, Model(), load(optimizer_step="triton"))
@@ -57,16 +57,17 @@ def test_triton_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     ("kernels", "said"),
     [
         ({}, []),
-        ({"layer_norm": "auto"}, []),
+        ({"rms_norm": "auto"}, []),
         ({"fuse_modules": "auto"}, ['config: kernels.fuse_modules: "auto" is false: the device is cpu']),
-        ({"fuse_modules": True}, ["fused 1 x LayerNorm (layer_norm)"]),
+        ({"fuse_modules": True}, ["fused 1 x RMSNorm (rms_norm)"]),
         ({"fuse_modules": False}, []),
         ({"fuse_modules": []}, []),
         (
-            {"fuse_modules": ["layer_norm", "rms_norm"]},
+            {"fuse_modules": ["rms_norm", "gated_mlp"]},
             [
-                "fused 1 x LayerNorm (layer_norm)",
-                "config: kernels.fuse_modules: rms_norm has no effect here: the model has no known module of that kind",
+                "fused 1 x RMSNorm (rms_norm)",
+                "config: kernels.fuse_modules: gated_mlp has no effect here: the model has no known module of that "
+                "kind",
             ],
         ),
     ],

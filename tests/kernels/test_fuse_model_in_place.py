@@ -20,17 +20,17 @@ def classes(model: nn.Module) -> list[type]:
 
 
 def test_what_was_replaced_is_returned() -> None:
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 3))
+    model = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 3))
     model.add_module("loss", nn.CrossEntropyLoss())
     assert fuse_model(model) == [
-        Fused("0", "LayerNorm", "layer_norm"),
+        Fused("0", "RMSNorm", "rms_norm"),
         Fused("loss", "CrossEntropyLoss", "cross_entropy"),
     ]
 
 
 def test_the_model_itself_may_be_what_is_known() -> None:
-    norm = nn.LayerNorm(4)
-    assert fuse_model(norm) == [Fused("", "LayerNorm", "layer_norm")]
+    norm = nn.RMSNorm(4)
+    assert fuse_model(norm) == [Fused("", "RMSNorm", "rms_norm")]
 
 
 def test_there_is_a_line_for_each_kind(caplog: pytest.LogCaptureFixture) -> None:
@@ -87,14 +87,14 @@ def test_models_of_one_class_share_the_fused_class() -> None:
 
 
 def test_another_backend_takes_the_place_of_the_first(generator: torch.Generator) -> None:
-    norm = nn.LayerNorm(4)
+    norm = nn.RMSNorm(4)
     x = torch.randn(2, 4, generator=generator).double()
     fuse_model(norm.double(), backend="triton")
-    with pytest.raises(ValueError, match=r'layer_norm: backend "triton" takes float32, bfloat16, float16'):
+    with pytest.raises(ValueError, match=r'rms_norm: backend "triton" takes float32, bfloat16, float16'):
         norm(x)
-    assert fuse_model(norm, backend={"layer_norm": "reference"}) == [Fused("", "LayerNorm", "layer_norm")]
+    assert fuse_model(norm, backend={"rms_norm": "reference"}) == [Fused("", "RMSNorm", "rms_norm")]
     assert norm(x).dtype == torch.float64
-    assert type(norm).__mro__[1] is nn.LayerNorm
+    assert type(norm).__mro__[1] is nn.RMSNorm
 
 
 def test_fusions_come_one_by_one_in_any_order() -> None:
@@ -170,9 +170,9 @@ def test_a_fused_layer_is_compiled_as_a_whole(generator: torch.Generator) -> Non
     assert torch.equal(compiled(h, position_embeddings=angles), layer(h, position_embeddings=angles))
 
 
-class OwnNorm(nn.LayerNorm):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return 2 * super().forward(input)
+class OwnNorm(nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
 
 
 class LlamaRMSNorm(nn.Module):
@@ -187,8 +187,8 @@ class LlamaRMSNorm(nn.Module):
 
 
 def replaced_norm() -> nn.Module:
-    norm = nn.LayerNorm(4)
-    norm.forward = lambda x: x  # type: ignore[method-assign, assignment]
+    norm = nn.RMSNorm(4)
+    norm.forward = lambda x: x  # type: ignore[method-assign]
     return norm
 
 
@@ -215,7 +215,7 @@ def llama_norm_with_a_bias() -> nn.Module:
     [
         OwnNorm(4),
         LlamaRMSNorm(),
-        nn.LayerNorm((3, 4)),
+        nn.LayerNorm(4),
         nn.RMSNorm((3, 4)),
         nn.BatchNorm1d(4),
         replaced_norm(),
@@ -240,10 +240,9 @@ def test_an_mlp_follows_its_activation(activation: str, generator: torch.Generat
     torch.testing.assert_close(mlp(x), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
 @pytest.mark.parametrize("affine", [True, False])
-def test_an_input_of_another_width_is_an_error(kind: Any, affine: bool) -> None:
-    norm = kind(4, elementwise_affine=affine)
+def test_an_input_of_another_width_is_an_error(affine: bool) -> None:
+    norm = nn.RMSNorm(4, elementwise_affine=affine)
     fuse_model(norm)
     with pytest.raises(ValueError, match=r"Norm: expected an input whose last dimension is 4, found \(2, 5\)"):
         norm(torch.ones(2, 5))
@@ -270,8 +269,8 @@ def test_a_backend_that_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyP
 
 
 def test_a_name_that_finds_nothing_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    fuse_model(nn.Sequential(nn.LayerNorm(4)), modules=["layer_norm", "rms_norm"])
-    fuse_model(nn.Sequential(nn.LayerNorm(4)))
+    fuse_model(nn.Sequential(nn.RMSNorm(4)), modules=["rms_norm", "gated_mlp"])
+    fuse_model(nn.Sequential(nn.RMSNorm(4)))
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
-        "fuse_model: rms_norm has no effect here: the model has no known module of that kind"
+        "fuse_model: gated_mlp has no effect here: the model has no known module of that kind"
     ]

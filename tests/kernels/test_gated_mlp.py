@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowtide.kernels.gated_mlp import Activation, gated_reference, geglu, geglu_packed, swiglu, swiglu_packed
+from lowtide.kernels.triton.launch import recorded_launches
 from tests.kernels.exact import DTYPES, assert_near_float64
 from tests.kit.grids import pairs
 
@@ -84,21 +85,15 @@ def test_two_halves_of_one_tensor(shape: tuple[int, ...], activation: Activation
     check(activation, y, gate, up, dy, dgate, dup)
 
 
-def test_halves_are_read_where_they_lie(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.kernels.triton import gated_mlp as triton_form
-
-    read: list[tuple[int, int]] = []
-    forward = triton_form.forward
-
-    def spied(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-        read.append((gate.data_ptr(), up.data_ptr()))
-        return forward(gate, up, activation)
-
-    monkeypatch.setattr(triton_form, "forward", spied)
+def test_halves_are_read_where_they_lie(generator: torch.Generator) -> None:
     x = drawn((2, 3, 40), torch.float32, generator)
-    gate, up = x.chunk(2, -1)
-    swiglu_packed(x, backend="triton")
-    swiglu(gate, up, backend="triton")
+    with recorded_launches() as launches:
+        swiglu_packed(x, backend="triton")
+        swiglu(*x.chunk(2, -1), backend="triton")
+    read = [
+        (args["G_ptr"].data_ptr(), args["U_ptr"][0, 0, args["U_offset"] :].data_ptr())
+        for args in (launch.args for launch in launches)
+    ]
     assert read == 2 * [(x.data_ptr(), x.data_ptr() + 20 * x.element_size())]
 
 

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from lowtide.kernels.dispatch import operators
 from lowtide.kernels.gated_mlp import geglu, swiglu, swiglu_packed
 from lowtide.kernels.rotary import rotary_embedding
-from lowtide.kernels.row_norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from lowtide.kernels.row_norm import add_rms_norm, rms_norm
 from tests.kit.compiling import with_a_new_compiler
 
 ROWS, WIDTH = (2, 3), 12
@@ -23,8 +23,6 @@ CASES: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "rms_norm of ones": (lambda x, backend: rms_norm(x, None, backend=backend), [X]),
     "gemma": (lambda x, w, backend: rms_norm(x, w, offset=1.0, backend=backend), [X, W]),
     "add_rms_norm": (lambda x, r, w, backend: add_rms_norm(x, r, w, backend=backend), [X, X, W]),
-    "layer_norm": (lambda x, w, b, backend: layer_norm(x, w, b, backend=backend), [X, W, W]),
-    "add_layer_norm": (lambda x, r, w, b, backend: add_layer_norm(x, r, w, b, backend=backend), [X, X, W, W]),
     "swiglu": (lambda gate, up, backend: swiglu(gate, up, backend=backend), [X, X]),
     "swiglu_packed": (lambda x, backend: swiglu_packed(x, backend=backend), [X]),
     "geglu": (lambda gate, up, backend: geglu(gate, up, backend=backend), [X, X]),
@@ -68,10 +66,9 @@ def test_a_frozen_weight_gets_no_gradient_and_strides_are_those_of_the_fake() ->
     """torch.library.opcheck compares real and fake outputs; of a transposed x too."""
     lowtide = operators()
     x, w = torch.randn(12, 3).t().requires_grad_(), torch.randn(12)
-    torch.library.opcheck(lowtide.row_norm, (x, None, w, None, 1e-5, 0.0, False, "auto"))
+    torch.library.opcheck(lowtide.rms_norm, (x, None, w, 1e-5, 0.0, "auto"))
     torch.library.opcheck(lowtide.gated_mlp, (x, x.detach().requires_grad_(), "silu", "auto"))
-    rows = torch.ones(3)
-    _, dweight, _ = lowtide.row_norm_backward(x, None, x, w, None, rows, rows, False, False, 1e-5, 0.0, False, "auto")
+    _, dweight = lowtide.rms_norm_backward(x, None, x, w, torch.ones(3), False, 1e-5, 0.0, "auto")
     assert dweight.numel() == 0
 
 
@@ -80,7 +77,7 @@ def test_operators_keep_the_rules_of_torch() -> None:
     lowtide = operators()
     x, w = (torch.randn(shape, requires_grad=True) for shape in (X, W))
     q, k = (torch.randn(shape, requires_grad=True) for shape in HEADS)
-    torch.library.opcheck(lowtide.row_norm, (x, None, w, None, 1e-5, 0.0, False, "auto"))
-    torch.library.opcheck(lowtide.row_norm, (x, x.detach().clone().requires_grad_(), w, w, 1e-5, 0.0, True, "auto"))
+    torch.library.opcheck(lowtide.rms_norm, (x, None, w, 1e-5, 0.0, "auto"))
+    torch.library.opcheck(lowtide.rms_norm, (x, x.detach().clone().requires_grad_(), w, 1e-5, 1.0, "auto"))
     torch.library.opcheck(lowtide.gated_mlp, (x, None, "silu", "auto"))
     torch.library.opcheck(lowtide.rotary, (q, k, *tables(8), False, False, "auto"))

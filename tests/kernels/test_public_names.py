@@ -31,7 +31,7 @@ def test_the_public_names_exist() -> None:
 
 
 def test_an_unknown_name_lists_the_public_ones() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'rmsnorm'; it has Fused, add_layer_norm"):
+    with pytest.raises(AttributeError, match="no attribute 'rmsnorm'; it has Fused, add_rms_norm"):
         _ = lowtide.kernels.rmsnorm  # type: ignore[attr-defined]  # it is refused
 
 

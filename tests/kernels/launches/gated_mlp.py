@@ -2,7 +2,8 @@
 
 import torch
 
-from lowtide.kernels.triton import gated_mlp
+from lowtide.kernels.dispatch import form_of
+from lowtide.kernels.triton.gated_mlp import GatedMlp
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -11,12 +12,12 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def forward(dtype: torch.dtype, activation: str, n_cols: int = 11008) -> None:
     packed = meta(64, 2 * n_cols, dtype=dtype)
-    gated_mlp.forward(packed[:, :n_cols], packed[:, n_cols:], activation)
+    GatedMlp(form_of(packed), None, activation).forward(packed, None)
 
 
 def backward(dtype: torch.dtype, activation: str, n_cols: int = 11008) -> None:
     rows, packed = meta(64, n_cols, dtype=dtype), meta(64, 2 * n_cols, dtype=dtype)
-    gated_mlp.backward(rows, rows, rows, packed[:, :n_cols], packed[:, n_cols:], activation)
+    GatedMlp(form_of(packed), None, activation).backward(rows, packed, None)
 
 
 CASES = {

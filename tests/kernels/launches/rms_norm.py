@@ -2,7 +2,8 @@
 
 import torch
 
-from lowtide.kernels.triton import row_norm
+from lowtide.kernels.dispatch import form_of
+from lowtide.kernels.triton.row_norm import RmsNorm
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -10,14 +11,16 @@ def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def forward(dtype: torch.dtype, has_residual: bool, n_cols: int) -> None:
-    rows = meta(64, n_cols, dtype=dtype)
-    row_norm.forward(rows, rows if has_residual else None, meta(n_cols, dtype=dtype), None, 1e-6, 0.0, False)
+    rows, weight = meta(64, n_cols, dtype=dtype), meta(n_cols, dtype=dtype)
+    residual = rows if has_residual else None
+    launches = RmsNorm(form_of(rows), form_of(rows) if has_residual else None, form_of(weight), 1e-6, 0.0)
+    launches.forward(rows, residual, weight)
 
 
 def backward(dtype: torch.dtype, has_residual: bool, n_cols: int, n_rows: int = 64, wants_dw: bool = True) -> None:
     rows, rstd = meta(n_rows, n_cols, dtype=dtype), meta(n_rows, dtype=torch.float32)
     dh, weight = rows if has_residual else None, meta(n_cols, dtype=dtype)
-    row_norm.backward(rows, dh, rows, weight, None, rstd, 0.0, dtype if wants_dw else None, None)
+    RmsNorm(form_of(rows), None, form_of(weight), 1e-6, 0.0).backward(rows, dh, rows, weight, rstd, wants_dw)
 
 
 CASES = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from lowtide.kernels.triton import rotary
+from lowtide.kernels.triton.rotary import Rotation
 
 
 def rotate(
@@ -11,7 +11,7 @@ def rotate(
     q = torch.empty((2, 64, heads, 128), dtype=dtype, device="meta").transpose(1, 2)
     k = torch.empty((2, 64, 8, 128), dtype=dtype, device="meta").transpose(1, 2)
     table = torch.empty((1, 64, rotary_dim), dtype=torch.float32, device="meta")
-    rotary.rotate(q, k, table, table, interleaved=interleaved, transposed=transposed)
+    Rotation(interleaved).rotate(q, k, table, table, transposed)
 
 
 CASES = {

@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from enum import IntEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from ..engine.config.batch import elastic_batch, legal_sizes
 from ..engine.config.config import Config
 from ..engine.config.errors import ConfigError, Fault
 from ..engine.config.sections import BF16Config, FP16Config
+from .config import GETTERS, DeepSpeedConfig
 
 DeepSpeedFP16Config = FP16Config
 DeepSpeedBF16Config = BF16Config
@@ -27,6 +28,57 @@ class ZeroStageEnum(IntEnum):
     gradients = 2
     weights = 3
     max_stage = 3
+
+
+class DeepSpeedZeroOffloadParamConfig:
+    """`offload_param`: keys as attributes, with DeepSpeed's defaults. Raises ConfigError."""
+
+    section: ClassVar[str] = "offload_param"
+    defaults: ClassVar[dict[str, Any]] = {"buffer_count": 5, "buffer_size": int(1e8), "max_in_cpu": int(1e9)}
+
+    def __init__(self, **values: Any) -> None:
+        checked = getattr(Config.load({"zero_optimization": {self.section: values}}).zero_optimization, self.section)
+        self.__dict__.update({**self.defaults, **values, **checked.model_dump()})
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedZeroOffloadParamConfig):
+    """`offload_optimizer`: keys as attributes, with DeepSpeed's defaults. Raises ConfigError."""
+
+    section = "offload_optimizer"
+    defaults: ClassVar[dict[str, Any]] = {
+        "buffer_count": 4,
+        "pipeline_read": False,
+        "pipeline_write": False,
+        "fast_init": False,
+    }
+
+    @property
+    def pipeline(self) -> bool:
+        return bool(self.__dict__["pipeline_read"] or self.__dict__["pipeline_write"])
+
+
+class DeepSpeedZeroConfig:
+    """`zero_optimization`: each `zero_...()` of an engine is an attribute here. Raises ConfigError."""
+
+    def __init__(self, **values: Any) -> None:
+        self._config = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": values}, world_size=1)
+        self.stage = self._config.stage
+        self.offload_param = self._offload(DeepSpeedZeroOffloadParamConfig)
+        self.offload_optimizer = self._offload(DeepSpeedZeroOffloadOptimizerConfig)
+
+    def _offload(self, kind: type[DeepSpeedZeroOffloadParamConfig]) -> Any:
+        """Return the section as an object, None if neither the section nor its older switch is in the config."""
+        written = self._config.section("zero_optimization", kind.section)
+        checked = getattr(self._config.checked.zero_optimization, kind.section)
+        if written is None and checked.device == "none":
+            return None
+        return kind(**(checked.model_dump() if written is None else written))
+
+    def __getattr__(self, name: str) -> Any:
+        plain = name.removeprefix("stage3_").removeprefix("zero_")
+        if name == "_config" or f"zero_{plain}" not in GETTERS:
+            raise AttributeError(f"DeepSpeedZeroConfig has no attribute '{name}'")
+        return GETTERS[f"zero_{plain}"](self._config)
 
 
 class ElasticityError(ValueError):

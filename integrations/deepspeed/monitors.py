@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +12,89 @@ from ..engine.report.monitors import begin_wandb
 from . import comm
 
 Event = tuple[str, Any, int]  # name, value, step
-Write = Callable[[str, Any, int], None]
 
 
-class MonitorMaster:
-    """All monitors of a config. Only rank 0 writes, to those whose section is on."""
+class Monitor:
+    """A writer for a section of the config, with its keys as attributes. Only rank 0 writes, if the section is on."""
 
     def __init__(self, monitor_config: Any) -> None:
         self.monitor_config = monitor_config
-        self.enabled = monitor_config.enabled
-        is_writer = not comm.is_initialized() or comm.get_rank() == 0
-        kinds = {"tensorboard": _to_tensorboard, "wandb": _to_wandb, "csv_monitor": _to_tables}
-        sections = [(begin, getattr(monitor_config, name)) for name, begin in kinds.items()]
-        self._writes: list[Write] = [begin(section) for begin, section in sections if section.enabled and is_writer]
+        self._is_writer = monitor_config.enabled and (not comm.is_initialized() or comm.get_rank() == 0)
+        if self._is_writer:
+            self._open()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "monitor_config" or not hasattr(self.monitor_config, name):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return getattr(self.monitor_config, name)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Write events of (name, value, step) to all monitors."""
-        for event in event_list:
-            for write in self._writes:
-                write(*event)
+        for name, value, step in event_list if self._is_writer else ():
+            self._write(name, value, step)
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def _write(self, name: str, value: Any, step: int) -> None:
+        raise NotImplementedError
+
+    def _folder(self) -> Path:
+        folder = Path(self.monitor_config.output_path, self.monitor_config.job_name)
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
 
 
-def _to_tensorboard(section: Any) -> Write:
-    from torch.utils.tensorboard import SummaryWriter
+class TensorBoardMonitor(Monitor):
+    """Writes event files by `summary_writer`."""
 
-    writer: Any = SummaryWriter(str(_folder_of(section)))
+    summary_writer: Any = None
 
-    def write(name: str, value: Any, step: int) -> None:
-        writer.add_scalar(name, value, step)
-        writer.flush()
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
 
-    return write
+        self.summary_writer = SummaryWriter(str(self._folder()))
+
+    def write_events(self, event_list: Iterable[Event], flush: bool = True) -> None:
+        super().write_events(event_list)
+        if flush:
+            self.flush()
+
+    def _write(self, name: str, value: Any, step: int) -> None:
+        self.summary_writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
 
 
-def _to_wandb(section: Any) -> Write:
-    """Write to this process's run. The engine has started it if its section is on."""
-    run = getattr(sys.modules.get("wandb"), "run", None) or begin_wandb(section, {})
-    return lambda name, value, step: run.log({name: value}, step=step)
+class WandbMonitor(Monitor):
+    """Writes to this process's wandb run. The engine has started it if its section is on."""
+
+    _run: Any = None
+
+    def _open(self) -> None:
+        begun = getattr(sys.modules.get("wandb"), "run", None)
+        self._run = begun or begin_wandb(self.monitor_config, {})
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        if self._run is not None:
+            self._run.log(data, step=step, commit=commit)
+
+    def _write(self, name: str, value: Any, step: int) -> None:
+        self.log({name: value}, step=step)
 
 
-def _to_tables(section: Any) -> Write:
-    """Write a CSV table of (step, value) for each name. "Train/loss" goes to Train_loss.csv."""
-    folder = _folder_of(section)
+class csvMonitor(Monitor):  # DeepSpeed's name
+    """Writes a CSV table of (step, value) for each name. "Train/loss" goes to Train_loss.csv."""
 
-    def write(name: str, value: Any, step: int) -> None:
-        path = folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
+    log_dir: Path | None = None
+
+    def _open(self) -> None:
+        self.log_dir = self._folder()
+
+    def _write(self, name: str, value: Any, step: int) -> None:
+        assert self.log_dir is not None
+        path = self.log_dir / (name.replace("/", "_").replace(" ", "_") + ".csv")
         is_new = not path.exists()
         with path.open("a", newline="", encoding="utf-8") as file:
             table = csv.writer(file)
@@ -64,10 +102,19 @@ def _to_tables(section: Any) -> Write:
                 table.writerow(["step", name.rpartition("/")[2]])
             table.writerow([step, float(value)])
 
-    return write
 
+class MonitorMaster:
+    """All monitors of a config: `tb_monitor`, `wandb_monitor` and `csv_monitor`."""
 
-def _folder_of(section: Any) -> Path:
-    folder = Path(section.output_path, section.job_name)
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled = monitor_config.enabled
+        self.tb_monitor = TensorBoardMonitor(monitor_config.tensorboard)
+        self.wandb_monitor = WandbMonitor(monitor_config.wandb)
+        self.csv_monitor = csvMonitor(monitor_config.csv_monitor)
+
+    def write_events(self, event_list: Iterable[Event]) -> None:
+        """Write events of (name, value, step) to all monitors."""
+        events = list(event_list)
+        for monitor in (self.tb_monitor, self.wandb_monitor, self.csv_monitor):
+            monitor.write_events(events)

@@ -32,8 +32,9 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "partition_activations_in_checkpoint",
     "comm": "dist init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT",
     "config": "DeepSpeedConfig",
-    "config_objects": "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum compute_elastic_config "
-    "elasticity_enabled ElasticityError ElasticityConfigError ElasticityIncompatibleWorldSize HfDeepSpeedConfig",
+    "config_objects": "DeepSpeedZeroConfig DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig "
+    "DeepSpeedFP16Config DeepSpeedBF16Config ZeroStageEnum compute_elastic_config elasticity_enabled ElasticityError "
+    "ElasticityConfigError ElasticityIncompatibleWorldSize HfDeepSpeedConfig",
     "dataloader": "DeepSpeedDataLoader RepeatingLoader",
     "engine": "DeepSpeedEngine DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
     "messages": "DeepSpeedConfigError logger log_dist log_dist_once print_dist print_rank_0 "
@@ -57,7 +58,7 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "optimizer_view": "OffloadStateTypeEnum DeepSpeedOptimizer",
     "lr_schedules": "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest VALID_LR_SCHEDULES",
     "owners": "ZeroParamStatus",
-    "monitors": "MonitorMaster",
+    "monitors": "Monitor MonitorMaster TensorBoardMonitor WandbMonitor csvMonitor",
     "divided": "Init",
     "pipeline": "PipelineEngine",
     "small": "OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
@@ -97,7 +98,7 @@ REASONS = {
     "tp_model_init": "set parallel.tensor in the config; tensor_parallel.plan for models of other names",
     "set_autotp_mode": "set parallel.tensor in the config",
     "moe": "set parallel.expert in the config; experts of the model's own are divided",
-    "monitor": "set the monitors' sections in the config; engine.monitor.write_events writes to them",
+    "monitor": "set the monitors' sections in the config",
     "nvme": "`lowtide env --measure --folder DIR` measures what offloading depends on",
     "ops": "kernels are chosen by the engine (kernels in the config)",
     "ops.lamb": 'an optimizer over whole tensors is named in the config: type "Lamb"',
@@ -114,7 +115,6 @@ REASONS = {
     "runtime.swap_tensor": "offloading is set in the config",
     "runtime.zenflow": 'set offload_optimizer.overlap "delayed" in the config',
     "runtime.zero": "it is part of DeepSpeed's ZeRO internals, which lowtide does not have",
-    "runtime.zero.config": "pass the section zero_optimization as a dictionary",
     "runtime.zero.mics": "set zero_hpz_partition_size in the config, or parallel",
     "runtime.zero.muon": 'Muon is named in the config: type "Muon"',
     "runtime.zero.tiling": "set tiles in the config",

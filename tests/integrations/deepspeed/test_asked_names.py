@@ -32,10 +32,6 @@ def test_operations_say_whether_they_are_here() -> None:
     assert here["fused_adam"] and here["cpu_adam"] and not here["async_io"]
     with pytest.raises(NotImplementedError, match=r"FusedAdamBuilder is not in lowtide\.deepspeed: kernels are"):
         FusedAdamBuilder().load()
-    with pytest.raises(NotImplementedError, match="pass the section zero_optimization as a dictionary"):
-        deepspeed.runtime.zero.config.DeepSpeedZeroConfig(stage=3)
-    assert deepspeed.runtime.precision_config.DeepSpeedFP16Config(enabled=True).loss_scale_window == 1000
-    assert deepspeed.runtime.zero.config.ZeroStageEnum.weights == 3
 
 
 def test_keys_of_schedulers_are_text() -> None:
@@ -132,6 +128,26 @@ def test_buffers_are_cast() -> None:
     assert said in refusal(_check_settled, config, None, None, kind=AssertionError)
 
 
+def test_sections_are_objects() -> None:
+    config = deepspeed.runtime.zero.config
+    options: dict[str, Any] = {"offload_optimizer": {"device": "cpu", "pipeline_read": True}, "cpu_offload_param": True}
+    options |= {"stage": 3, "prefetch_bucket_size": 7, "stage3_gather_fp16_weights_on_model_save": True}
+    plain, full = config.DeepSpeedZeroConfig(), config.DeepSpeedZeroConfig(**options)
+    assert (plain.stage, plain.overlap_comm, plain.offload_param, plain.offload_optimizer) == (0, False, None, None)
+    assert (full.stage, full.overlap_comm, full.prefetch_bucket_size) == (config.ZeroStageEnum.weights, True, 7)
+    assert full.gather_16bit_weights_on_model_save and not plain.gather_16bit_weights_on_model_save
+    assert isinstance(full.offload_param, config.DeepSpeedZeroOffloadParamConfig)
+    assert (full.offload_param.device, full.offload_param.buffer_count) == ("cpu", 5)
+    assert (full.offload_optimizer.pipeline, full.offload_optimizer.ratio) == (True, 1.0)
+    assert deepspeed.runtime.precision_config.DeepSpeedFP16Config(enabled=True).loss_scale_window == 1000
+    said = "DeepSpeedZeroConfig has no attribute 'stages'"
+    assert said in refusal(getattr, plain, "stages", kind=AttributeError)
+    kind = deepspeed.DeepSpeedConfigError
+    assert "zero_optimization.stage: " in refusal(config.DeepSpeedZeroConfig, stage=4, kind=kind)
+    said = "offload_param.devise: unknown key"
+    assert said in refusal(config.DeepSpeedZeroOffloadParamConfig, devise="cpu", kind=kind)
+
+
 def test_the_elastic_batch_is_deepspeeds() -> None:
     """Batches of DeepSpeed 0.18.2; a microbatch divides the share of a data-parallel rank, as `initialize` takes it."""
     section = {"enabled": True, "max_train_batch_size": 10000, "micro_batch_sizes": [8, 12, 16, 17], "version": 0.1}
@@ -158,12 +174,15 @@ def test_events_go_to_the_monitors(tmp_path: Path) -> None:
     place = {"enabled": True, "output_path": str(tmp_path)}
     config = config_of(csv_monitor={**place, "job_name": "table"}, tensorboard=place)
     monitor = MonitorMaster(config.monitor_config)
-    assert monitor.enabled
+    assert monitor.enabled and not monitor.wandb_monitor.enabled
+    assert (monitor.csv_monitor.job_name, monitor.tb_monitor.job_name) == ("table", "DeepSpeedJobName")
     monitor.write_events([("Train/own loss", 2.0, 1), ("lr", 0.5, 1)])
     monitor.write_events([("Train/own loss", torch.tensor(1.0), 2)])
     table = (tmp_path / "table/Train_own_loss.csv").read_text().split()
     assert table == ["step,own", "loss", "1,2.0", "2,1.0"]
     assert [path.name[:6] for path in (tmp_path / "DeepSpeedJobName").iterdir()] == ["events"]
+    said = "'csvMonitor' object has no attribute 'nothing'"
+    assert said in refusal(getattr, monitor.csv_monitor, "nothing", kind=AttributeError)
 
 
 def test_events_go_to_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,7 +200,7 @@ def test_events_go_to_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     section = {"enabled": True, "project": "mine", "team": "us"}
     config = config_of(wandb=section).monitor_config
     begun: dict[str, Any] = {"project": "mine", "group": None, "entity": "us", "config": {}, "mode": "offline"}
-    written = [({"Train/loss": 2.0}, {"step": 1}), ({"lr": 0.5}, {"step": 2})]
+    written = [({"Train/loss": 2.0}, {"step": 1, "commit": None}), ({"lr": 0.5}, {"step": 2, "commit": None})]
     for found in (None, run):
         package.run = found
         MonitorMaster(config).write_events([("Train/loss", 2.0, 1), ("lr", 0.5, 2)])

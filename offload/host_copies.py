@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .host_memory import allocate_host
-from .store import Transfer, Underway, stream_waits
+from .store import stream_waits
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy under way, a `Transfer`. Until either wait both tensors must stay as they are."""
+
+    _device: torch.device
+    _copied: torch.Event
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self._copied.query())
+
+    def wait(self) -> None:
+        """Let the host wait."""
+        self._copied.synchronize()
+
+    def wait_on_device(self) -> None:
+        """Let later work on the device's current stream wait. The host goes on."""
+        stream_waits(self._device, self._copied)
 
 
 class HostCopies:
     """Starts copies on two streams of a device, a stream for each direction, since a link carries both at once.
 
-    A copy comes after all work queued on the device before it. Both tensors must stay unchanged until `Transfer.wait`,
-    after which the copy is complete on the host.
+    A copy comes after all work queued on the device before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -23,22 +43,19 @@ class HostCopies:
         self._to_host = torch.Stream(device)
         self._to_device = torch.Stream(device)
 
-    def to_host(self, values: Tensor, out: Tensor) -> Transfer:
+    def to_host(self, values: Tensor, out: Tensor) -> Copy:
         """Start a copy from the device into pinned host memory of the same shape and dtype."""
-        copied = self._start(self._to_host, values, out)
-        return Underway(copied.query, copied.synchronize)
+        return self._start(self._to_host, values, out)
 
-    def to_device(self, values: Tensor, out: Tensor) -> Transfer:
-        """Start a copy from pinned host memory to the device. Later work on the device waits for the copy."""
-        copied = self._start(self._to_device, values, out)
-        stream_waits(self._device, copied)
-        return Underway(copied.query, copied.synchronize)
+    def to_device(self, values: Tensor, out: Tensor) -> Copy:
+        """Start a copy from pinned host memory to the device."""
+        return self._start(self._to_device, values, out)
 
-    def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
+    def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> Copy:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
         with stream:
             out.copy_(values, non_blocking=True)
-            return stream.record_event()
+            return Copy(self._device, stream.record_event())
 
 
 class OnHost:

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +24,9 @@ _NUM_THREADS = 4  # a thread only waits for a key; the inner store does the work
 
 
 class StagedStore:
-    """A Store for tensors on any device in front of `store`. Closes `store` too. Not thread-safe.
+    """A Store for tensors on any device in front of `store`. Closes `store` too.
+
+    Thread-safe, if each key has one thread at a time.
 
     Buffers come from `pool` and are held until the inner store has the bytes. If the pool is full, the oldest transfer
     is awaited. `wait` of a save returns before the inner store has the bytes. If the inner store then fails, `load`
@@ -40,6 +43,7 @@ class StagedStore:
         self._running: deque[tuple[str, Future[None]]] = deque()  # oldest first
         self._streams: dict[torch.device, torch.Stream] = {}
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "lowtide staging")
+        self._lock = threading.Lock()
         self._is_closed = False
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -50,37 +54,40 @@ class StagedStore:
         return sum(self._sizes.values())
 
     def save(self, key: str, values: Tensor) -> Transfer:
-        check_bytes("values", values)
-        if self._is_closed:
-            raise closed_error(key)
-        buffer = self._take(values.numel())
-        copied = self._copy(values, into=buffer, device=values.device, after=self._now(values.device))
-        self._sizes[key] = values.numel()
-        future = self._begin(key, partial(self._write, key, buffer, copied))
+        with self._lock:
+            check_bytes("values", values)
+            if self._is_closed:
+                raise closed_error(key)
+            buffer = self._take(values.numel())
+            copied = self._copy(values, into=buffer, device=values.device, after=self._now(values.device))
+            self._sizes[key] = values.numel()
+            future = self._begin(key, partial(self._write, key, buffer, copied))
 
-        def wait() -> None:
-            if copied is not None:
-                stream_waits(values.device, copied)
-            if future.done():  # raise an error if it is already known
-                _raise_error(future)
+            def wait() -> None:
+                if copied is not None:
+                    stream_waits(values.device, copied)
+                if future.done():  # raise an error if it is already known
+                    _raise_error(future)
 
-        return Underway(lambda: copied is None or copied.query(), wait)
+            return Underway(lambda: copied is None or copied.query(), wait)
 
     def load(self, key: str, out: Tensor) -> Transfer:
-        check_bytes("out", out)
-        if key not in self._sizes:
-            raise closed_error(key) if self._is_closed else unknown_key_error(key)
-        check_size(key, self._sizes[key], out)
-        buffer = self._take(out.numel())
-        future = self._begin(key, partial(self._read, key, buffer, out, self._now(out.device)))
-        # The thread waits for the end of the copy, so any stream may use the result without waiting.
-        return Underway(future.done, partial(_raise_error, future))
+        with self._lock:
+            check_bytes("out", out)
+            if key not in self._sizes:
+                raise closed_error(key) if self._is_closed else unknown_key_error(key)
+            check_size(key, self._sizes[key], out)
+            buffer = self._take(out.numel())
+            future = self._begin(key, partial(self._read, key, buffer, out, self._now(out.device)))
+            # The thread waits for the end of the copy, so any stream may use the result without waiting.
+            return Underway(future.done, partial(_raise_error, future))
 
     def drop(self, key: str) -> None:
-        if key not in self._sizes:
-            raise closed_error(key) if self._is_closed else unknown_key_error(key)
-        del self._sizes[key]
-        self._begin(key, partial(self._store.drop, key))
+        with self._lock:
+            if key not in self._sizes:
+                raise closed_error(key) if self._is_closed else unknown_key_error(key)
+            del self._sizes[key]
+            self._begin(key, partial(self._store.drop, key))
 
     def close(self) -> None:
         if self._is_closed:

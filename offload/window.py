@@ -180,8 +180,9 @@ class Window:
             offloadable.give(memory)
             raise
 
-    def acquire(self, offloadable: Offloadable) -> Tensor:
-        """Return the bytes to be worked on in place until `release`. Waits until they are loaded.
+    def acquire(self, offloadable: Offloadable, changes: bool = False) -> Tensor:
+        """Return the bytes to be worked on in place until `release`, which saves them if `changes`. Waits until they
+        are loaded.
 
         Raises OffloadError if they cannot be loaded.
         """
@@ -195,17 +196,22 @@ class Window:
             self.prefetch(following)
         if offloadable in self._coming:
             self._here[offloadable] = _Stay(self._end_transfer(self._coming, offloadable))
+        self._here[offloadable].has_changed |= changes
         return self._here[offloadable].values
 
     def create(self, offloadable: Offloadable) -> Tensor:
         """Return memory for new bytes, with arbitrary content. Then as after `acquire`, and changed."""
+        self.drop(offloadable)
+        self._here[offloadable] = _Stay(offloadable.take(), has_changed=True)
+        return self._here[offloadable].values
+
+    def drop(self, offloadable: Offloadable) -> None:
+        """Free the memory of a resident in any state. Changes that are not leaving are lost."""
         for state in (self._coming, self._leaving):
             if offloadable in state:
                 self._end_transfer(state, offloadable, gives=True)
         if offloadable in self._here:
             offloadable.give(self._here.pop(offloadable).values)
-        self._here[offloadable] = _Stay(offloadable.take(), has_changed=True)
-        return self._here[offloadable].values
 
     def open(self, offloadable: Offloadable, changes: bool = False) -> Tensor:
         """Return the bytes until another resident is loaded, or until `put_back`. Saved if any opening asked for

@@ -1,19 +1,17 @@
 """Gradients of a `ShardedGroup` in flat memory.
 
-They are copied there (`Staging`), and added up before the reduction (`LocalSum`), after it (`ShardMemory`) or in host
-memory (`HostSum`).
+They are copied there (`Staging`), and added up before the reduction (`LocalSum`) or after it (`ShardMemory`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..offload import PagePool, TransientBuffer, bytes_in_memory, huge_zeros
 from .group import ShardedGroup
-from .host_update import HostUpdate
 
 Region = tuple[int, int, Tensor]
 """[start, end) of the flat buffer, and its memory, (end - start,)."""
@@ -243,42 +241,3 @@ class ShardMemory:
         if self._common is not None:
             return self._common.nbytes // self._num_owners
         return 0 if taken is None else taken.nbytes
-
-
-class HostSum:
-    """The sum of a group's reduced gradients in host memory: they leave the device in order and are added there."""
-
-    def __init__(self, host: HostUpdate) -> None:
-        self._host = host
-        self.total: Tensor | None = None
-        """Complete after `arrive`."""
-        self._last = 0  # number of the last gradient that has left the device
-
-    def add(self, shard: Tensor, on_arrived: Callable[[], None] | None) -> Tensor:
-        """Send a shard to the host and drop its device memory. on_arrived: called on arrival. Returns the sum."""
-        self.total = self._host.take(shard, self.total, on_arrived)
-        self._last = self._host.num_taken
-        return self.total
-
-    def has(self, shard: Tensor) -> bool:
-        """Whether `shard` is the memory of the sum, in which no new shard may be made."""
-        return shard is self.total
-
-    def arrive(self) -> None:
-        """Wait until this group's gradients are in the sum."""
-        self._host.arrive(self._last)
-
-    def hand_over(self) -> None:
-        """Give the sum to the caller until `give_back`."""
-        self.total = None
-
-    def give_back(self, total: Tensor) -> None:
-        """Free a sum that was handed over."""
-        self._host.give(total)
-
-    def drop(self) -> None:
-        """Free the sum after its use."""
-        if self.total is not None:
-            self.arrive()
-            self.give_back(self.total)
-            self.total = None

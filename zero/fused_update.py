@@ -81,6 +81,10 @@ class UpdateTerms(NamedTuple):
     missed: Mapping[int, int]  # id of a parameter -> number of earlier steps that it has missed
     skip: Tensor | None = None  # (1,) on the device of the update: not 0 if nothing may change
 
+    def frozen(self) -> UpdateTerms:
+        """Return copies for a thread: meanwhile the user may change learning rates, and the next step is counted."""
+        return self._replace(options=[dict(group) for group in self.options], missed=dict(self.missed))
+
     def step_of(self, param_id: int) -> int:
         """Return the number of a parameter's updates, this step included; 0 if it is not updated."""
         return 0 if param_id in self.unused else self.step - self.missed.get(param_id, 0)

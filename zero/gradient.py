@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Pending, regions_of
-from .accumulation import HostSum, LocalSum, ShardMemory, Staging
+from ..offload import FINISHED, Transfer
+from .accumulation import LocalSum, ShardMemory, Staging
 from .codec import Codec
 from .gradient_reducer import GradientReducer, GradientStats, NonFinite
 from .group import ShardedGroup
-from .host_update import HostUpdate
+from .host_update import HostSum, HostUpdate
 from .powersgd import PowerSGDOptions, PowerSGDReducer
 
 
@@ -47,7 +48,7 @@ class GroupGradient:
     Three parts: `accumulation.py` adds up microbatches, `gradient_reducer.py` sums over ranks, and the sums are
     inspected on the way, while they are in cache (also `gradient_reducer.py`). If reductions wait for the accumulation
     boundary, gradients of earlier microbatches stay full on each rank; else their shards are added up. If the host
-    updates, a reduced shard leaves the device, and the final `shard` is in host memory.
+    updates, a reduced shard leaves the device, and the final `shard` is in host memory: complete after `arrive`.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class GroupGradient:
             self._reducer = PowerSGDReducer(group, levels, replicas, accumulation_dtype, self.stats, low_rank)
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
         self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
-        self._host = None if host is None else HostSum(host)
+        self._host = None if host is None else HostSum(host, self._memory.take)
         self._has_shard = False  # `shard` has the sum of earlier microbatches
         self._is_final = False  # `shard` has the step's sum; another backward may still add to it
         self._staging: Staging | None = None  # of the current backward
@@ -129,12 +130,14 @@ class GroupGradient:
     @property
     def non_finite(self) -> NonFinite | None:
         """The first non-finite value found. Waits for the device."""
+        self.arrive()
         return self.stats.first(self.shard, is_own=not self.group.axes.is_tied)
 
     def check(self) -> bool:
         """Return whether the gradient is finite, and keep the first value that is not. Waits for the device."""
         if self.stats.is_finite:
             return True
+        self.arrive()
         self.stats.first(self.shard, is_own=not self.group.axes.is_tied)
         return False
 
@@ -145,7 +148,7 @@ class GroupGradient:
 
     def clear(self, cleared: Mapping[int, bool]) -> None:
         """Zero final gradients. cleared: id of a parameter -> whether its gradient becomes None."""
-        self.flush()
+        self.arrive()
         for index, param in enumerate(self.group.params):
             if id(param) in cleared:
                 for param_shard in self.group.param_shards.of(index):
@@ -165,17 +168,14 @@ class GroupGradient:
         has_final = (
             self.group.axes.replicas.rank == 0 or not self._reducer.sums()
         )  # the replicas hold equal sums: a single replica reports it
-        sums = [self.shard] if self._has_shard and (has_final or not self._is_final) else []
-        if self._host is not None and has_final:
-            self._host.arrive()
-            sums.append(self._host.total)
-        for param_shard in self.group.param_shards.of(index):
-            for total in sums:
-                if total is not None:
-                    part = total[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
-                    found[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel] += part.to(
-                        found.device
-                    )
+        self.arrive()
+        total = self.shard if self._host is None or self._host.is_open else self._host.total
+        if self._has_shard and (has_final or not self._is_final) and total is not None:
+            for param_shard in self.group.param_shards.of(index):
+                part = total[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
+                found[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel] += part.to(
+                    found.device
+                )
         if self._local.has_values and self._local.flat is not None:
             found += self._local.flat[param_view.offset_in_flat : param_view.end_in_flat]
         arrived = None if is_complete or self.takes_each else param.grad  # else `grad` is a placeholder
@@ -184,12 +184,19 @@ class GroupGradient:
         return found, arrived is not None or index in self.used
 
     def flush(self) -> None:
-        """Wait until a gradient that leaves the device has arrived, and count it again if it was changed."""
-        if self._host is not None:
-            self._host.arrive()
+        """Count the final gradient again if it was changed."""
         if self.stats.is_outdated:
             self.stats.forget()
             self._count()
+
+    @property
+    def arrived(self) -> Transfer:
+        """The copy of the final shard to the host; complete if it stays on the device."""
+        return FINISHED if self._host is None else self._host.arrived
+
+    def arrive(self) -> None:
+        """Let the host wait until a gradient that leaves the device has arrived."""
+        self.arrived.wait()
 
     def mark_changed(self, index: int, is_used: bool) -> None:
         """The caller has changed the final gradient of parameter `index`. is_used: it is not None."""
@@ -202,6 +209,7 @@ class GroupGradient:
     def clamp(self, bound: float) -> None:
         """Clamp the elements of the final sum to [-bound, bound]."""
         if self.shard is not None:
+            self.arrive()
             self.shard.clamp_(-bound, bound)
             self.stats.is_outdated = True
 
@@ -323,8 +331,8 @@ class GroupGradient:
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
-        # Tied gradients and gradients on the host are counted later, when they are complete.
-        counts = boundary and self._host is None and not self.group.axes.is_tied and self.group.axes.is_counted
+        # Tied gradients are counted later, when they are complete.
+        counts = boundary and not self.group.axes.is_tied and self.group.axes.is_counted
         assert self.shard is not None
         yield from self._reducer.sum(axis, message, self.shard, self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
@@ -349,13 +357,13 @@ class GroupGradient:
         replica = self.group.axes.replicas.rank
         if self.group.axes.replicas.size == 1 or not self._has_shard:
             return
-        assert self.shard is not None
+        shard = self._open_shard()
         if self.group.axes.states.size > 1:
             if replica:
-                self.shard.zero_()
+                shard.zero_()
             return
         if replica == 0 or not self._reducer.sums():  # else replicas may share the shard's memory
-            self._local.add_total(self.shard)
+            self._local.add_total(shard)
         self._has_shard = False
 
     def _drop_untouched(self) -> None:
@@ -365,16 +373,18 @@ class GroupGradient:
                 param.grad = None
 
     def _open_shard(self) -> Tensor:
-        if self.shard is None or (self._host is not None and self._host.has(self.shard)):
+        if self._host is not None:
+            if not self._host.is_open:
+                self.shard = self._host.open()
+        elif self.shard is None:
             self.shard = self._memory.take()
+        assert self.shard is not None
         return self.shard
 
     def _leave(self, is_final: bool) -> None:
         """Send the reduced shard to the host, if the host updates."""
-        if self._host is not None and self.shard is not None:
-            counts = is_final and not self.group.axes.is_tied
-            total = self._host.add(self.shard, self._count if counts else None)
-            self._has_shard = False
+        if self._host is not None and self._host.is_open:
+            total = self._host.leave()
             self.shard = total if is_final else None
 
     def _count(self) -> None:

@@ -67,6 +67,8 @@ class ShardedGroup:
         self._pending = _NOTHING_PENDING  # pending result of the last gather
         self.keeper: Callable[[], bool] | None = None
         """While it returns True, `release` does nothing."""
+        self.returning: Callable[[], object] | None = None
+        """Waits until the shard has come back from its update on the host; None: it is here."""
         self._memory = GroupMemory(self.full, self.shard)
         self._shard_store: ShardStore | None = None
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
@@ -183,6 +185,8 @@ class ShardedGroup:
         """Start to gather the parameters. Does nothing unless the group is SHARDED."""
         if self.sharded_state is not ShardedState.SHARDED:
             return
+        if self.returning is not None:
+            self.returning()
         if self._shard_store is not None:
             self._shard_store.window.end_hold(
                 self.offloadable
@@ -212,8 +216,15 @@ class ShardedGroup:
             self.start_gather()
             self.continue_gather()
             untransformed(self._take_gathered)
+        elif self.returning is not None:
+            self.returning()
         mark_present(self.params)
         self.sharded_state = ShardedState.UNSHARDED
+
+    @property
+    def waits_for_update(self) -> bool:
+        """Whether nobody sees the parameters before a gather, which can wait for their update."""
+        return bool(self.plan.sharding.parameters) and not self.axes.are_refreshed
 
     @property
     def is_loaded(self) -> bool:

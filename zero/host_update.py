@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..offload import HostCopies, HostPool, Offloadable, Window
+from ..offload import FINISHED, Copy, HostCopies, HostPool, Offloadable, Transfer, Underway, Window
 from .group import ShardedGroup
 from .placement import ShardStore
 
-MAX_LEAVING = 2  # each holds a gradient shard's memory on the device
+MAX_LEAVING = 2  # gradient shards in flight to the host: each holds its memory on the device
+MAX_COMING = 1  # sums of earlier microbatches in flight to the device
 
 
 class HostUpdate:
@@ -20,13 +21,14 @@ class HostUpdate:
         device    gradients leave ----.                      .---- parameters return
         host                          update n | update n-1 | ...
 
-    Gradients leave in the order of the backward. Those of several microbatches are added up on the host:
+    Gradients leave in the order of the backward. The device adds up and inspects them; the host only keeps a sum
+    between two microbatches:
 
-        device   reduce n | reduce n-1 | reduce n-2 | ...
-        link              |   copy n   |  copy n-1  | ...
-        host                           | add n, its squares | add n-1 ...
+        device     reduce n + sum n | reduce n-1 + sum n-1 | ...
+        to host                     |  sum n               | sum n-1 ...
+        to device  sum n-1          |  sum n-2             | ...
 
-    At most two copies are in flight. Then the host waits, so it is never further ahead of the device.
+    The device waits for copies, in the order of its streams, and the host does not: memory is freed in that order.
 
     Source: ZeRO-Offload, arXiv 2101.06840, section 4.
     """
@@ -34,8 +36,10 @@ class HostUpdate:
     def __init__(self, copies: HostCopies, pool: HostPool) -> None:
         self._copies = copies
         self._pool = pool
-        self._gradients = Window(max_leaving=MAX_LEAVING)
-        self.num_taken = 0
+        self.window = Window()
+        """Brings shards that rest on the device to the host, for their update."""
+        self._gradients = Window(MAX_COMING, MAX_LEAVING)
+        self._left: dict[Offloadable, None] = {}  # gradients in the order in which they have left in this backward
 
     def offloadable(self, group: ShardedGroup, shard_store: ShardStore | None, needs_values: bool) -> Offloadable:
         """The group's shard, (shard_numel,), loaded into a host buffer for the update.
@@ -56,40 +60,23 @@ class HostUpdate:
                 take,
                 self._pool.give,
                 load=lambda out: self._copies.to_host(shard, out),
-                save=lambda values: self._copies.to_device(values, shard),
+                save=lambda values: self.put_back(values, shard),
             )
         return offloadable if needs_values else offloadable.made_anew()
 
-    def take(self, values: Tensor, total: Tensor | None, on_arrived: Callable[[], None] | None) -> Tensor:
-        """Start to copy a gradient shard, (n,), to the host. Its device memory is freed with the last reference.
+    def copy_to_device(self, values: Tensor, out: Tensor) -> Copy:
+        """Start a copy from `lasting` memory to the device."""
+        return self._copies.to_device(values, out)
 
-        total: the sum to add it to; None for the first. on_arrived: called on arrival. Returns the sum, (n,), complete
-        after `arrive`. The caller has it until `give`.
-        """
-        arriving = self._pool.take(values.nbytes).view(values.dtype)
-
-        def arrive(_: Tensor) -> None:
-            if total is not None:
-                total.add_(arriving)
-                self.give(arriving)
-            if on_arrived is not None:
-                on_arrived()
-
-        leaving = Offloadable(
-            "gradient", lambda: values, arrive, save=lambda shard: self._copies.to_host(shard, arriving)
-        )
-        self.num_taken += 1
-        self._gradients.create(leaving)
-        self._gradients.release(leaving)
-        return arriving if total is None else total
+    def put_back(self, values: Tensor, out: Tensor) -> Copy:
+        """Start a copy from a buffer to the device. Later work on the current stream waits for it."""
+        copy = self._copies.to_device(values, out)
+        copy.wait_on_device()
+        return copy
 
     def lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) zeros in host memory, for copies to and from the device."""
         return self._pool.take(numel * dtype.itemsize).view(dtype).zero_()
-
-    def arrive(self, number: int | None = None) -> None:
-        """Wait for the gradients taken until `num_taken` was `number`; None: all."""
-        self._gradients.wait(0 if number is None else self.num_taken - number)
 
     def give(self, total: Tensor) -> None:
         """Free the memory of a gradient after its use."""
@@ -97,5 +84,80 @@ class HostUpdate:
 
     def close(self) -> None:
         """Free the buffers."""
-        self.arrive()
+        self._gradients.close()
+        self.window.close()
         self._pool.close()
+
+
+class HostSum:
+    """A group's reduced gradient, (shard_numel,): on the device while it is summed, in host memory from then on.
+
+    | state  | memory              | begins with                                                              |
+    |--------|---------------------|--------------------------------------------------------------------------|
+    | empty  | none                | `drop`, `hand_over`                                                      |
+    | open   | device              | `open`, which brings the sum of earlier microbatches back                |
+    | away   | host, and device    | `leave`; the device's memory is freed two gradients later                |
+    """
+
+    def __init__(self, host: HostUpdate, take: Callable[[], Tensor]) -> None:
+        """take: allocates memory on the device."""
+        self._host = host
+        self._resident = Offloadable("gradient", take, load=self._load, save=self._save)
+        self.total: Tensor | None = None
+        """The sum in host memory, once it has left; complete after `arrived`."""
+        self.arrived: Transfer = FINISHED
+        """The copy of the sum to the host: `wait` lets the host wait."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the sum is on the device."""
+        return self._host._gradients.holds(self._resident)
+
+    def open(self) -> Tensor:
+        """Return the sum on the device, or arbitrary values if there is none yet."""
+        host, resident = self._host, self._resident
+        if self.total is None:
+            return host._gradients.create(resident)
+        if resident in host._left:  # another backward: sums come in the order in which they have left
+            host._gradients.expect(host._left)
+            host._left.clear()
+        return host._gradients.acquire(resident, changes=True)
+
+    def leave(self) -> Tensor:
+        """Send the sum to the host. Returns `total`."""
+        self._host._left[self._resident] = None
+        self._host._gradients.release(self._resident)
+        assert self.total is not None
+        return self.total
+
+    def hand_over(self) -> None:
+        """Give the sum to the caller, until `give_back`."""
+        self._forget()
+        self.total = None
+
+    def give_back(self, total: Tensor) -> None:
+        """Free a sum that was handed over."""
+        self._host.give(total)
+
+    def drop(self) -> None:
+        """Free the sum."""
+        self._forget()
+        if self.total is not None:
+            self.arrived.wait()
+            self._host.give(self.total)
+            self.total = None
+
+    def _forget(self) -> None:
+        self._host._left.pop(self._resident, None)
+        self._host._gradients.drop(self._resident)
+
+    def _load(self, out: Tensor) -> Transfer:
+        assert self.total is not None
+        copy = self._host._copies.to_device(self.total, out)
+        return Underway(lambda: copy.is_done, copy.wait_on_device)
+
+    def _save(self, values: Tensor) -> Transfer:
+        if self.total is None:
+            self.total = self._host._pool.take(values.nbytes).view(values.dtype)
+        copy = self.arrived = self._host._copies.to_host(values, self.total)
+        return Underway(lambda: copy.is_done, copy.wait_on_device)

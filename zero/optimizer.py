@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..offload import bytes_in_memory
+from ..offload import OffloadError, bytes_in_memory
 from .averages import Averages
 from .fused_update import FusedUpdate, StepCounts, UpdateTerms
 from .gradient import GroupGradient
@@ -22,7 +22,7 @@ from .sequence import StateError
 from .shard_state import ShardPlacements, ShardState
 from .sign_update import SignUpdate
 from .torch_update import TorchUpdate
-from .versions import DelayedUpdate, Speculation, Version
+from .versions import Running, Speculation, UpdateThread, Version
 
 BY_HAND = (
     "{what}: expected engine.step(), which updates the shards of all ranks with the reduced gradients, found a call of "
@@ -33,6 +33,12 @@ _NO_STATE_DICT = (
     "{what}: expected engine.save_checkpoint and engine.load_checkpoint, which save and load the states of all ranks, "
     "found a call of the optimizer, whose states are divided over the ranks; engine.full(parameter, state) shows the "
     "state of a parameter"
+)
+
+
+_FAILED = (
+    "update {step} of {what} on the host failed: {error}. Master weights and states are partly updated: continue from "
+    "a checkpoint (engine.load_checkpoint)"
 )
 
 
@@ -66,7 +72,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.counts = StepCounts()
         self._update = update
         self.speculation = Speculation()
-        self.delayed = DelayedUpdate(gradients[0].group.full.device if gradients else torch.device("cpu"))
+        self.thread = UpdateThread(gradients[0].group.full.device if gradients else torch.device("cpu"))
+        self.are_under_way = False
+        """Whether updates on the host were started, and not waited for."""
+        self.has_failed = False
+        """Whether one of them was found to have failed."""
+        self._under_way: dict[ShardState, Running] = {}
         self.averages: Averages | None = None
         """Moving averages of the master weights, if the user wants them."""
         self._placements = ShardPlacements(offloaded, shard_store, host)
@@ -195,6 +206,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether the next step sums gradients over replicas."""
         return not isinstance(self._update, SignUpdate) or self._update.sums_gradients(self.counts.num_steps + 1)
 
+    def starts(self, shard: ShardState) -> bool:
+        """Whether the shard is updated on the host, beside the device's work: see `start`."""
+        return shard.is_apart and not self._update.waits_for_norm
+
     @property
     def can_be_skipped(self) -> bool:
         """Whether an update can start before the host knows if the step counts: its kernels read a device flag."""
@@ -208,8 +223,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update all shards with gradient_scale * gradient. The engine calls it after the reductions.
 
-        on_updated: called after each shard, so that sending it overlaps with the next update. skip: (1,) on the device:
-        if not 0, nothing changes; call `count` or `uncount` later.
+        Updates on the host of a device may still be under way: see `wait_for_updates`. on_updated: called after each
+        shard, so that sending it overlaps with the next update. skip: (1,) on the device: if not 0, nothing changes;
+        call `count` or `uncount` later.
         """
         self.begin_step()
         terms = self._terms(gradient_scale, skip)
@@ -217,8 +233,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update.update_together(self.shards, terms, on_updated)
         else:
             due = deque([(shard, shard.gradient.shard) for shard in self.shards if shard.gradient.shard is not None])
-            self._placements.window.expect([shard.offloadable for shard, _ in due])
-            self._update_all(due, terms, self._update_shard, on_updated)
+            started = [shard for shard, _ in due if self.starts(shard)]
+            here = deque((shard, gradient) for shard, gradient in due if not self.starts(shard))
+            self._placements.window.expect([shard.offloadable for shard, _ in here if not shard.is_apart])
+            self._update_all(here, terms, self._update_shard, on_updated)
+            if started:
+                self._placements.expect(started)
+                terms = terms.frozen()
+                for shard in started:
+                    self.start(shard, terms)
+                self.publish(on_updated)
         if skip is None:
             self.count()
 
@@ -226,7 +250,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Count the step in progress."""
         self.counts.count()
         if self.averages is not None:
-            self._average(self.averages)
+            average = partial(self._average, self.averages)
+            self.thread.start(average) if self.are_under_way else average()
 
     def uncount(self) -> None:
         """Do not count the step in progress: it has changed nothing."""
@@ -235,26 +260,97 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def start_delayed(self, gradient_scale: float) -> None:
         """As `update_all`, in the background, with the current options, while the next gradients are computed.
 
-        Parameters keep their values until `delayed.wait` returns no error and each shard is told to take `ahead`.
+        Parameters keep their values until `thread.wait` returns no error and each shard is told to take `ahead`.
         """
         what = "a shard that is not in memory cannot be computed with while it is updated"
         assert self._placements.shard_store is None, what
         self.begin_step()
+        arrivals = [shard.gradient.arrived for shard in self.shards]
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
             shard.versions.begin()
-        now = self._terms(gradient_scale)
-        # Copies: the user may change learning rates while the thread runs.
-        terms = now._replace(options=[dict(group) for group in now.options], missed=dict(now.missed))
+        terms = self._terms(gradient_scale).frozen()
         self.counts.count()
 
         def update() -> None:
+            for arrived in arrivals:
+                arrived.wait()
             self._update_all(due, terms, self._update_ahead)
             if self.averages is not None:
                 self._average(self.averages, ahead=True)
             self._placements.offloaded.window.wait()  # so that an error of the drive belongs to this step
 
-        self.delayed.start(update, [gradient for _, gradient in due])
+        self.thread.start(update, [gradient for _, gradient in due])
+
+    # -- shards of a device that the host updates -----------------------------------------------------------------
+
+    def start(self, shard: ShardState, terms: UpdateTerms) -> None:
+        """Start to update a shard on the host when its gradient has arrived, after the updates started before.
+
+        A gather of its group waits for it. The gradient stays until `publish`.
+        """
+        gradient, arrived = shard.gradient.shard, shard.gradient.arrived
+        assert gradient is not None
+        if self.speculation.is_open:
+            self.speculation.keep(shard.versions.keep)
+            self._placements.window.end_hold(shard.group.offloadable)
+
+        def update() -> None:
+            arrived.wait()
+            self._change(shard, gradient, terms)
+
+        self.are_under_way = True
+        self._under_way[shard] = running = self.thread.start(update)
+        shard.group.returning = partial(self._follow, shard, running)
+
+    def publish(self, on_updated: Callable[[ShardState], None] = lambda shard: None) -> None:
+        """Take the gradients of started updates, and wait for the shards that may be seen before a gather.
+
+        on_updated: called after each of them.
+        """
+        started = list(self._under_way.items())
+        taken = [(shard.gradient, shard.gradient.hand_over()) for shard, _ in started]
+
+        def give_back() -> None:
+            for gradient, values in taken:
+                assert values is not None
+                gradient.give_back(values)
+
+        self.thread.start(give_back)
+        for shard, running in started:
+            if shard.group.waits_for_update:
+                shard.group.release_kept()
+            else:
+                self._follow(shard, running)
+                on_updated(shard)
+
+    def wait_for_updates(self) -> None:
+        """Wait for the started updates. Raises OffloadError if one has failed, at every call until `forget_failure`."""
+        for shard, running in list(self._under_way.items()):
+            self._follow(shard, running)
+        if (error := self.thread.wait()) is not None:
+            self.has_failed = True
+            raise OffloadError(_FAILED.format(step=self.num_steps, what="the averages", error=error)) from error
+        self.forget_started()
+
+    def forget_started(self) -> None:
+        """End the started updates, failed or not: all that they write is restored, loaded or not needed."""
+        self.thread.end()
+        for shard in self._under_way:
+            shard.group.returning = None
+        self._under_way.clear()
+        self.are_under_way = self.has_failed = False
+
+    def _follow(self, shard: ShardState, running: Running) -> None:
+        """Let later work come after a started update."""
+        try:
+            self.thread.follow(running)
+        except Exception as error:
+            self.has_failed = True
+            what = f"'{shard.group.plan.name}'"
+            raise OffloadError(_FAILED.format(step=self.num_steps, what=what, error=error)) from error
+        shard.group.returning = None
+        self._under_way.pop(shard, None)
 
     def begin_step(self, order: Sequence[ShardState] = (), speculates: bool = False) -> None:
         """Begin a step whose shards are updated in separate calls.
@@ -284,7 +380,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         """Update a shard with its gradient or the given one, (shard_numel,), and free it. skip: see `update_all`."""
         gradient = shard.gradient.shard if gradient is None else gradient
-        if gradient is not None:
+        if gradient is not None and self.starts(shard) and self.speculation.is_open:
+            self.start(shard, self._terms(gradient_scale, skip).frozen())
+        elif gradient is not None:
             self._update_shard(shard, gradient, self._terms(gradient_scale, skip))
             if shard.is_apart:
                 self._placements.window.end_hold(shard.group.offloadable)  # else `speculation` would read old values
@@ -296,12 +394,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def accept(self) -> None:
         """Count a step whose shards were updated in separate calls."""
         self.speculation.forget()
+        if self.are_under_way:
+            self.thread.start(self.speculation.forget)  # of a value that the thread was keeping
+            self.publish()
         self.count()
 
     def roll_back(self) -> bool:
         """Undo a speculative step, complete or partial. Returns whether there was any."""
         was_open = self.speculation.is_open
         if was_open:
+            self.forget_started()
             self.counts.uncount()
             self.speculation.roll_back()
         return was_open
@@ -322,7 +424,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Waits for an update in the background, which then frees its gradients.
         """
-        self.delayed.wait()
+        self.thread.wait()
         averages = 0 if self.averages is None else self.averages.nbytes
         return self.speculation.nbytes + averages + sum(map(self.bytes_of, self.shards))
 
@@ -348,7 +450,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Free stores and threads. No update may follow."""
-        self.delayed.close()
+        self.thread.close()
         self._placements.close()
 
     # -- pieces of it ---------------------------------------------------------------------------------------------
@@ -382,13 +484,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             on_updated(shard)
 
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
-        with self._placements.window.use(shard.offloadable) as values:
-            self.speculation.keep(shard.versions.keep)
+        shard.gradient.arrive()
+        self.speculation.keep(shard.versions.keep)
+        self._change(shard, gradient, terms)
+
+    def _change(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
+        with shard.window.use(shard.offloadable) as values:
             parts = partial(shard.parts, Version(0, values), self.speculation)
             self._update.update(shard, parts, gradient, terms)
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         """Update a second version, while the parameters are in use."""
+        shard.versions.published.wait()
         if not shard.form.is_mixed:
             shard.versions.ahead.values.copy_(shard.group.shard)
         self._update.update(shard, partial(shard.parts, shard.versions.ahead, self.speculation), gradient, terms)

@@ -21,7 +21,7 @@ from .unit import BEFORE_ALL_USES, Unit
 OnFinal = Callable[[GroupGradient], None]
 """Called when a gradient's sum over microbatches and ranks is complete; may consume it.
 
-Call `flush` first if the gradient goes to the host.
+Call `arrive` first if the gradient goes to the host.
 """
 
 

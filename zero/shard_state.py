@@ -213,6 +213,8 @@ class ShardState:
             # In mixed precision the master weights alone determine them.
             needs_values = not (self.form.is_mixed and self.runs.all)
             self.offloadable = host.offloadable(self.group, placements.shard_store, needs_values)
+        self.window = placements.window if host is None else host.window
+        """Loads `offloadable`."""
         self.versions = ParameterVersions(self.group, self.memory.master, host)
 
     @property
@@ -388,6 +390,9 @@ class ShardPlacements:
 
     def expect(self, order: Iterable[ShardState]) -> None:
         """Set the order of updates, so that the next shard's chunks are read during an update."""
+        order = list(order)
+        if self.host is not None:
+            self.host.window.expect([shard.offloadable for shard in order if shard.is_apart])
         self.offloaded.window.expect([chunk.offloadable for shard in order for chunk in shard.chunks])
 
     def put_back(self) -> None:

@@ -10,9 +10,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..offload import OldVersion, huge_zeros
+from ..offload import FINISHED, OldVersion, Transfer, huge_zeros
 from .group import ShardedGroup, values_of
 from .host_update import HostUpdate
+
+Running = Future[torch.Event | None]
+"""An update of the thread, with the event that ends it on a device."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class ParameterVersions:
         self._host = host
         self.ahead = Version(0 if master is None else master.numel(), torch.empty(0, dtype=group.plan.dtype))
         """The parameters after a delayed update. Takes memory with the first such update."""
+        self.published: Transfer = FINISHED
+        """The copy of `ahead` to the device, which the next delayed update waits for."""
 
     def begin(self) -> None:
         """Take memory for `ahead`, unless it exists."""
@@ -56,6 +61,21 @@ class ParameterVersions:
             shard[: version.start].copy_(self._master)
         shard[version.start :].copy_(version.values, non_blocking=True)
 
+    def publish(self) -> None:
+        """Set the parameters to `ahead`. If a host updates them, a gather of the group waits for the copy."""
+        group, version = self._group, self.ahead
+        if self._host is None or group.is_loaded or not group.waits_for_update:
+            self.put(version)
+            return
+        copy = self.published = self._host.copy_to_device(version.values, group.shard[version.start :])
+
+        def wait() -> None:
+            copy.wait_on_device()
+            group.returning = None
+
+        group.release_kept()
+        group.returning = wait
+
     def keep(self) -> OldVersion:
         """Copy the current parameters."""
         start = self.ahead.start
@@ -63,8 +83,15 @@ class ParameterVersions:
         return OldVersion(old.values.nbytes, lambda: self.put(old))
 
 
-class DelayedUpdate:
-    """Updates with the gradients of step t during step t + 1, which computes with the old parameters.
+class UpdateThread:
+    """Runs updates beside the training, in the order of `start`.
+
+    An update on the host of a device's parameters, a shard at a time. Each unit waits for its shard, when it is used:
+
+        training   | backward t | norm | wait, forward 0 | wait, forward 1 | ...
+        thread     |                   | update 0, 1, 2, ...
+
+    A delayed update: step t + 1 computes with the old parameters. The new parameters are in a second version:
 
         training   | forward, backward t | take over t-1 | forward, backward t+1 | take over t | forward, ...
         thread     |      update t-1     |               |       update t        |             |  update t+1
@@ -72,13 +99,12 @@ class DelayedUpdate:
     | state   | from         | to          | meaning                                                      |
     |---------|--------------|-------------|--------------------------------------------------------------|
     | none    | `end`        | `start`     | parameters are those of the last update                      |
-    | pending | `start`      | `end`       | until `wait` only the thread may touch states and masters;   |
-    |         |              |             | the new parameters are in a second version                   |
+    | pending | `start`      | `end`       | until `wait` only the thread may touch states and masters    |
 
-    On a device the thread has its own stream. It begins after the work that the training's stream got before `start`;
-    work of that stream after `wait` comes after the update.
+    On a device the thread has its own stream. An update begins after the work that the training's stream got before
+    `start`; work of that stream after `wait` or `follow` comes after the update.
 
-    Source: ZeRO-Offload, arXiv 2101.06840, section 5.2, "one-step delayed parameter update".
+    Source: ZeRO-Offload, arXiv 2101.06840, section 4.1, and 5.2 for the "one-step delayed parameter update".
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -86,19 +112,18 @@ class DelayedUpdate:
         self._device = device
         self._thread = ThreadPoolExecutor(1, "lowtide update", partial(_use, device))
         self._stream: torch.Stream | None = None  # made by the first update
-        self._running: Future[torch.Event | None] | None = None
+        self._running: list[Running] = []
 
     @property
     def is_pending(self) -> bool:
-        """Whether the result of an update has not been taken over."""
-        return self._running is not None
+        """Whether the results of updates have not been taken over."""
+        return bool(self._running)
 
-    def start(self, update: Callable[[], None], uses: Iterable[Tensor] = ()) -> None:
-        """Run `update` in the thread. Nobody may touch its data until `wait` has returned.
+    def start(self, update: Callable[[], None], uses: Iterable[Tensor] = ()) -> Running:
+        """Run `update` in the thread. Nobody may touch its data until `wait` or `follow` has returned.
 
         uses: tensors that it frees.
         """
-        assert self._running is None
         begun = None
         if self._device.type != "cpu":
             self._stream = self._stream or torch.Stream(self._device)
@@ -106,18 +131,23 @@ class DelayedUpdate:
             for tensor in uses:
                 if tensor.device == self._device:
                     tensor.record_stream(self._stream)
-        self._running = self._thread.submit(self._run, update, begun)
+        running = self._thread.submit(self._run, update, begun)
+        self._running.append(running)
+        return running
+
+    def follow(self, running: Running) -> None:
+        """Wait for an update. Raises the error that ended it."""
+        ended = running.result()
+        if ended is not None:
+            torch.accelerator.current_stream(self._device).wait_event(ended)
 
     def wait(self) -> BaseException | None:
-        """Wait for the update. Returns the error that ended it, if any."""
-        if self._running is None:
-            return None
-        error = self._running.exception()
-        if error is None:
-            ended = self._running.result()
-            if ended is not None:
-                torch.accelerator.current_stream(self._device).wait_event(ended)
-        return error
+        """Wait for all updates. Returns the first error that ended any of them, if any."""
+        errors = [error for running in self._running if (error := running.exception()) is not None]
+        if errors or not self._running:
+            return errors[0] if errors else None
+        self.follow(self._running[-1])
+        return None
 
     def _run(self, update: Callable[[], None], begun: torch.Event | None) -> torch.Event | None:
         if begun is None or self._stream is None:
@@ -129,12 +159,12 @@ class DelayedUpdate:
             return self._stream.record_event()
 
     def end(self) -> None:
-        """End the pending update: its result was taken over, or is not needed."""
+        """End the pending updates: their results were taken over, or are not needed."""
         self.wait()
-        self._running = None
+        self._running.clear()
 
     def close(self) -> None:
-        """Wait for the update, and end the thread."""
+        """Wait for the updates, and end the thread."""
         self._thread.shutdown()
 
 
@@ -164,6 +194,7 @@ class Speculation:
         return sum(old.nbytes for old in self._old)
 
     def begin(self) -> None:
+        self._old.clear()  # a thread that still updated when the last step was accepted may have kept a value
         self.is_open = True
 
     def keep(self, make_old: Callable[[], OldVersion]) -> None:

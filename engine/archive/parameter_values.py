@@ -246,7 +246,7 @@ class ParameterValues:
         if place.group is None:
             return []
         gradient = self._shards[id(place.group)].gradient
-        gradient.flush()
+        gradient.arrive()
         assert gradient.shard is not None
         return [(p, _part(gradient.shard, p)) for p in place.group.param_shards.of(place.index)]
 

@@ -15,7 +15,7 @@ from ...comm import EXCHANGE_SLOTS, ParallelDims, exchange_slot_bytes, regions_o
 from ...comm.shared_memory import counters_bytes
 from ...comm.shared_segment import page_aligned
 from ...offload import FileStore
-from ...zero.host_update import MAX_LEAVING
+from ...zero.host_update import MAX_COMING, MAX_LEAVING
 from ...zero.layout import round_up
 from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
 from ...zero.placement import ChunkLayout
@@ -228,7 +228,7 @@ class Footprint:
         """Return the bytes of a gradient that is consumed in the backward while its unit computes. No moment includes
         it.
         """
-        goes = self._is_on_accelerator and self._leaves(group)
+        goes = self._is_on_accelerator and self.leaves(group)
         return _sum_bytes(group) if self._blueprint.timing is Timing.IN_BACKWARD and not goes else 0
 
     def _gradient(self, group: GroupPlan, moment: MemoryPhase) -> int:
@@ -236,7 +236,7 @@ class Footprint:
         shares_memory = blueprint.transport == "shared_memory"
         sizes = self._counts(group.sharding)
         common, own = (shard // sizes.replicas, 0) if self._is_common(group) else (0, shard)
-        leaves = self._leaves(group)
+        leaves = self.leaves(group)
         in_shard = self.adds_up_in_shard(group)
         if moment is MemoryPhase.ACCUMULATING and not (self.adds_in_place(group) or in_shard):
             if not blueprint.reduces_every_backward:
@@ -264,8 +264,8 @@ class Footprint:
         first = set(pipeline.split.parameters[0])
         return any(name in first for name, _ in group.params)
 
-    def _leaves(self, group: GroupPlan) -> bool:
-        """Return whether the group is updated on the host, so that its gradients go there."""
+    def leaves(self, group: GroupPlan) -> bool:
+        """Return whether the group's states rest apart, so that its gradients go to the host."""
         return self._blueprint.offload_plan.updates_on_host and not self._resident.get(id(group), 1)
 
     @property
@@ -274,15 +274,17 @@ class Footprint:
 
     def _left(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """Return the bytes of a sum that has left the accelerator."""
-        if not self._is_on_accelerator or not self._leaves(group) or moment is MemoryPhase.BETWEEN_STEPS:
+        if not self._is_on_accelerator or not self.leaves(group) or moment is MemoryPhase.BETWEEN_STEPS:
             return 0
         is_full = moment is MemoryPhase.ACCUMULATING and not self._blueprint.reduces_every_backward
         return 0 if is_full or self._blueprint.timing is Timing.IN_BACKWARD else _sum_bytes(group)
 
     def _leaving(self) -> int:
-        """Return the largest shards in flight from an accelerator to the host, each with its copy."""
-        shards = [_sum_bytes(group) for group in self._plan.trained if self._leaves(group)]
-        return sum(sorted(shards)[-MAX_LEAVING:]) if self._is_on_accelerator else 0
+        """Return the largest shards of gradients in flight between an accelerator and the host."""
+        shards = [_sum_bytes(group) for group in self._plan.trained if self.leaves(group)]
+        comes_back = self._accumulates and self._blueprint.reduces_every_backward
+        in_flight = MAX_LEAVING + MAX_COMING * comes_back
+        return sum(sorted(shards)[-in_flight:]) if self._is_on_accelerator else 0
 
     def _local(self, group: GroupPlan) -> int:
         """Return the bytes of full gradients: the parameters' `.grad`, or flat if accumulated in a different dtype."""
@@ -294,7 +296,7 @@ class Footprint:
         """Return whether autograd adds a step's gradients into the shard: see `GroupGradient.accumulate_in_place`."""
         sizes = self._counts(group.sharding)
         is_alone = sizes.states == sizes.replicas == 1
-        is_added = is_alone and not self._leaves(group) and not group.is_added_up_flat
+        is_added = is_alone and not self.leaves(group) and not group.is_added_up_flat
         return self._in_pipeline and not self._blueprint.is_layered and is_added
 
     def adds_up_in_shard(self, group: GroupPlan) -> bool:
@@ -302,7 +304,7 @@ class Footprint:
         size.
         """
         blueprint = self._blueprint
-        is_elsewhere = self._is_common(group) or self._leaves(group)
+        is_elsewhere = self._is_common(group) or self.leaves(group)
         adds_up = blueprint.low_rank is None and not blueprint.is_layered and not is_elsewhere
         return adds_up and self._counts(group.sharding).states == 1 and group.is_added_up_flat
 
@@ -365,8 +367,7 @@ class Footprint:
         if len(group.levels) > 1 or group.levels[0][1] is not None:
             return False
         has_sum = self._accumulates and self._blueprint.reduces_every_backward
-        is_gone = self._leaves(group) and self._counts(group.sharding).replicas == 1
-        return group.reduce_dtype == group.accumulation_dtype and (not has_sum or is_gone)
+        return group.reduce_dtype == group.accumulation_dtype and not has_sum
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -434,7 +435,7 @@ class Footprint:
             if optimizer.rule_beside_matrices is not None and not is_matrix:
                 continue  # the elementwise rule updates this group
             nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
-            place = int(self._is_on_accelerator and self._leaves(group))
+            place = int(self._is_on_accelerator and self.leaves(group))
             found[place] = max(found[place], nbytes)
         return found[0], found[1]
 
@@ -449,12 +450,22 @@ class Footprint:
 
     def _second_on_host(self, group: GroupPlan, moment: MemoryPhase) -> list[int]:
         """Return the parts of second versions that the host holds for a model on an accelerator."""
-        if not self._is_on_accelerator or not self._leaves(group):
+        if not self._is_on_accelerator or not self.leaves(group):
             return []
         if self._blueprint.timing is Timing.DELAYED:
             return [self._second(group)]
         is_tried = self._blueprint.timing is Timing.SPECULATIVE and moment is MemoryPhase.REDUCED
         return self._copied_chunks(group) if is_tried else []
+
+    def host_update_bytes(self, group: GroupPlan) -> int:
+        """Return the bytes of host memory that an update of an offloaded group reads and writes.
+
+        AdamW in mixed precision moves 30 bytes a parameter: masters and two states in float32 twice, the gradient, the
+        rounded parameter. With `masters` and `state_dtype` "int8" it moves 14, and 12 with bfloat16 gradients.
+        """
+        numel, has_master = group.layout.shard_numel, MASTER in self._kinds(group)
+        values = numel * group.dtype.itemsize * (1 if has_master else 2)
+        return 2 * sum(self.chunks(group)) + _sum_bytes(group) + values
 
     def chunks(self, group: GroupPlan) -> list[int]:
         """Return the bytes of each chunk of states that is not with the model."""

@@ -270,12 +270,14 @@ class Bounds:
         machine, share = self._machine, 1 / states / choice.pipeline
         if self._config.zero_optimization.offload_optimizer.overlap != "none":
             return 0.0
+        if choice.offload_optimizer != "none" and machine.device == "cuda":
+            return 0.0  # the next forward may hide all of it
         if choice.offload_optimizer == "none" or self._config.zero_optimization.offload_optimizer.ratio < 1:
             return self._model.passing * share / machine.memory
         seconds = 2 * self._model.states * share / (machine.host_memory / machine.devices_per_host)
         if choice.offload_optimizer == "nvme":
             seconds += 2 * self._model.states * share / (machine.nvme / machine.devices_per_host)
-        return seconds + (self._model.passing * share / machine.link if machine.device == "cuda" else 0.0)
+        return seconds
 
     def _resting(self, choice: Choice, parts: _Division) -> float:
         """Return bytes of parameters and states in device memory."""

@@ -16,9 +16,10 @@ from ..blueprint.footprint import Footprint, MemoryPhase
 from ..blueprint.offload import Placement
 from ..config.config import Config
 from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds
+from .host_timeline import HostTimeline, UnitWork
 from .machine import Machine
 from .profile import ComputePhase, Profile, ProfilePart
-from .step_order import SimulatedTimeline, StepOrder
+from .step_order import END, START, SimulatedTimeline, StepOrder
 
 _CHUNKS_IN_MEMORY = 4  # of states in files: a chunk is read, a chunk is updated, two are written
 
@@ -196,6 +197,7 @@ class StepParts:
             self._inner = StepOrder(blueprint, exchange, bytes_of, False, self.place) if accumulates else None
         self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
         self._update = update_seconds(blueprint, machine, self.place)
+        self._on_host = _updates_on_host(blueprint, footprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
         # If gradients are written in place, asking for the place first uses up the received terms of other ranks.
         self._waits = not self.is_direct and blueprint.parallel_dims.size(blueprint.sharding.summed) > 1
@@ -222,6 +224,9 @@ class StepParts:
         times["compute"] += first + last + sum(between) * (accumulation - 2)
         in_backward = sum(work.backward(name) for name in profile.names)
         beside = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
+        update = max(0.0, self._update - beside.get(self.blueprint.timing, 0.0))
+        if self._on_host and self.blueprint.timing in (Timing.AFTER_NORM, Timing.SPECULATIVE):
+            update = self._update - sum(unit.update for unit in self._on_host) + self._waits_for_host(work)
         speed = speed_of_activations(self.blueprint, self.machine)
         moved = 2 * activations.offloaded_bytes * accumulation / speed
         exchanging = sum(map(work.exchanging, profile.names)) * accumulation
@@ -230,7 +235,7 @@ class StepParts:
             **times,
             "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - times["compute"]),
-            "update": max(0.0, self._update - beside.get(self.blueprint.timing, 0.0)),
+            "update": update,
             "refresh exposed": sum(message.seconds for message in self._refreshes),
             "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
@@ -246,9 +251,18 @@ class StepParts:
         hidden = {
             "collectives": collectives,
             "activations": moved - seconds["activations exposed"],
-            "update": self._update - seconds["update"],
+            "update": max(0.0, self._update - update),
         }
         return Estimate(kinds, peak, host, file, sent, sum(seconds.values()), seconds, hidden, samples, tokens)
+
+    def _waits_for_host(self, work: MachineWork) -> float:
+        """Return seconds in which the device waits for an update on the host."""
+        units = [
+            unit._replace(forward=work.forward(unit.name), backward=work.backward(unit.name)) for unit in self._on_host
+        ]
+        has_copies = any(message.seconds for message in self._refreshes)  # on other ranks, updated at once
+        by_unit = self.blueprint.policy.frees_parameters and not has_copies
+        return HostTimeline.of(units, self.blueprint.timing is Timing.SPECULATIVE, by_unit).exposed
 
     def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
         """Return (peak of each kind, peak of the total)."""
@@ -305,21 +319,43 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
     """Return seconds of the optimizer on the ranks of a place: it reads and writes states where they rest."""
     footprint = Footprint(blueprint, blueprint.first_rank_of(place))
     groups, share, offload_plan = blueprint.places[place].updated, machine.devices_per_host, blueprint.offload_plan
+    on_host = _updates_on_host(blueprint, footprint, machine, place)
     states = footprint.at(MemoryPhase.BETWEEN_STEPS, gathers=False).optimizer
-    elements = sum(group.layout.shard_numel for group in groups)
     passing = sum(
-        group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize) for group in groups
+        group.layout.shard_numel * (group.accumulation_dtype.itemsize + group.dtype.itemsize)
+        for group in groups
+        if not footprint.leaves(group)
     )
-    away = sum(sum(footprint.chunks(group)) for group in groups)
+    away = 0 if on_host else sum(sum(footprint.chunks(group)) for group in groups)
     moved = 2 * states + passing
     seconds = machine.moving("update", moved, moved / machine.memory)
+    seconds += sum(unit.leaving + unit.update + unit.returning for unit in on_host)
     if away:
         seconds += machine.moving("update", 2 * away, 2 * away / (machine.host_memory / share))
-        seconds += passing / machine.link if offload_plan.is_apart else 0.0
         if offload_plan.states is Placement.FILE:
             passes = away / (machine.nvme / share)
             seconds += machine.moving("file read", away, passes) + machine.moving("file write", away, passes)
-    return seconds if elements else 0.0
+    return seconds if groups else 0.0
+
+
+def _updates_on_host(blueprint: Blueprint, footprint: Footprint, machine: Machine, place: int) -> list[UnitWork]:
+    """Return the seconds of each unit's update on the host of a device, in the order of the forward; [] elsewhere."""
+    plan, share = blueprint.places[place], machine.devices_per_host
+    if not any(map(footprint.leaves, plan.updated)):
+        return []
+    updated, found = set(map(id, plan.updated)), []
+    for unit, groups in plan.units:
+        own = [group for group in groups if id(group) in updated and footprint.leaves(group)]
+        gradients = sum(group.layout.shard_numel * group.accumulation_dtype.itemsize for group in own)
+        parameters = sum(group.shard_bytes for group in own)
+        files = sum(sum(footprint.chunks(group)) for group in own) * (blueprint.offload_plan.states is Placement.FILE)
+        update = sum(map(footprint.host_update_bytes, own)) / (machine.host_memory / share)
+        drive = 2 * files / (machine.nvme / share)
+        name = START if unit.is_root else unit.name
+        speeds = gradients / machine.link, max(update, drive), parameters / machine.link
+        found.append(UnitWork(name, 0.0, 0.0, *speeds))
+    found.sort(key=lambda unit: unit.name != START)
+    return [*found, UnitWork(END)]
 
 
 def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -12,7 +11,6 @@ from ...comm import Mesh, Pending
 from ...offload import OffloadError
 from ...zero.gradient import GroupGradient
 from ...zero.group import ShardedState
-from ...zero.host_update import MAX_LEAVING
 from ...zero.layout import ParamShard
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.reductions import OnFinal
@@ -57,8 +55,6 @@ class StepUpdate:
         self._failure = ""  # of a background update on any rank: its states are partly updated
         self._postponed: list[tuple[ShardState, list[tuple[ParamShard, Tensor]]]] = []
         self._is_partial = False  # some parameters were updated in the backward of a step that has not ended
-        self.arriving: deque[GroupGradient] = deque()
-        """Final gradients that wait for their speculative update; empty after a backward."""
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
@@ -66,17 +62,16 @@ class StepUpdate:
     def begin_backward(self, boundary: bool) -> OnFinal | None:
         """Return a function for each final gradient, if the update does not wait for the norm; else None.
 
-        boundary: this backward makes the gradients of the step final.
+        boundary: this backward makes the gradients of the step final. Raises OffloadError if the last update has failed
+        on the host.
         """
+        if self._optimizer.are_under_way:
+            self._optimizer.wait_for_updates()
         if not boundary or self.timing not in (Timing.IN_BACKWARD, Timing.SPECULATIVE):
             return None
         self._postponed, self._is_partial = [], False
         self._optimizer.begin_step(self._order, speculates=self.timing is Timing.SPECULATIVE)
         return self._update_one
-
-    def end_backward(self) -> None:
-        """Update with the gradients that are still on their way to the host."""
-        self._update_arrived(0)
 
     def refuse_more(self, what: str) -> None:
         """Raise StateError if the backward has already updated parameters. what: the call of the user."""
@@ -94,7 +89,6 @@ class StepUpdate:
 
     def roll_back(self) -> bool:
         """Roll back the speculative update of this step. Return whether there was such an update."""
-        self.arriving.clear()
         return self._optimizer.roll_back()
 
     def forget_step(self, error: BaseException | None = None) -> bool:
@@ -109,7 +103,7 @@ class StepUpdate:
                     "zero_optimization.update_in_backward: this backward had updated some parameters before the error, "
                     "others not; continue from a checkpoint (engine.load_checkpoint)"
                 )
-        return self.roll_back() if self.arriving or self._optimizer.speculation.is_open else False
+        return self.roll_back() if self._optimizer.speculation.is_open else False
 
     @property
     def can_be_skipped(self) -> bool:
@@ -164,13 +158,13 @@ class StepUpdate:
     @property
     def is_under_way(self) -> bool:
         """Return True if a background update has not reached the parameters yet."""
-        return self._optimizer.delayed.is_pending
+        return self._optimizer.thread.is_pending and not self._optimizer.are_under_way
 
     def has_failed(self) -> bool:
         """Wait for this rank's background update. Return True if it has failed."""
         if self.timing is not Timing.DELAYED:
             return False
-        return bool(self._failure) or self._optimizer.delayed.wait() is not None
+        return bool(self._failure) or self._optimizer.thread.wait() is not None
 
     def flush(self) -> None:
         """Bring the updates of all past steps into the parameters of all ranks, and roll back speculation.
@@ -180,7 +174,9 @@ class StepUpdate:
         self.roll_back()
         if self._failure:
             self.raise_failure()
-        if not self._optimizer.delayed.is_pending:
+        if self._optimizer.are_under_way:
+            self._optimizer.wait_for_updates()
+        if not self._optimizer.thread.is_pending:
             return
         what = f"the end of update {self._optimizer.num_steps}"
         if self._mesh.sum_small(torch.tensor([int(self.has_failed())], device=self._mesh.world.device), what).item():
@@ -188,11 +184,14 @@ class StepUpdate:
         self._release_what_changes()
         for one in self._take_over():
             one.wait()
+        for shard in self._optimizer.shards:
+            if shard.group.returning is not None:
+                shard.group.returning()
         self._mesh.fence(what)
 
     def raise_failure(self) -> None:
         """Raise OffloadError, naming the ranks and causes of failed background updates. A collective."""
-        error = self._optimizer.delayed.wait()
+        error = self._optimizer.thread.wait()
         if not self._failure:
             texts = self._mesh.world.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
             causes = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
@@ -200,26 +199,27 @@ class StepUpdate:
                 f'offload_optimizer.overlap "delayed": update {self._optimizer.num_steps} failed on {causes}. Master '
                 "weights and states are partly updated: continue from a checkpoint (engine.load_checkpoint)"
             )
-            self._optimizer.delayed.end()
+            self._optimizer.thread.end()
         raise OffloadError(self._failure) from error
 
     def forget_failure(self) -> None:
         """Forget a failure, since all that an update writes was loaded again."""
         self._failure = ""
+        self._optimizer.forget_started()
 
     def close(self) -> None:
         """Do `flush`, but do not repeat a failure that was raised before."""
-        if not self._failure:
+        if not self._failure and not self._optimizer.has_failed:
             self.flush()
 
     def _take_over(self) -> list[Pending]:
         """Bring the values of the last background update, if any, into the parameters."""
-        if not self._optimizer.delayed.is_pending:
+        if not self._optimizer.thread.is_pending:
             return []
-        self._optimizer.delayed.end()
+        self._optimizer.thread.end()
         pending = []
         for shard in self._optimizer.shards:
-            shard.versions.put(shard.versions.ahead)
+            shard.versions.publish()
             pending.append(shard.group.refresh(is_update=True))
         return pending
 
@@ -231,12 +231,13 @@ class StepUpdate:
                 group.release_kept()
 
     def _update_one(self, gradient: GroupGradient) -> None:
-        if self.timing is Timing.SPECULATIVE and self._is_waited_for:
-            self.arriving.append(gradient)
-            self._update_arrived(MAX_LEAVING)
-            return
-        gradient.flush()
         shard = self._shards.get(id(gradient))
+        if self.timing is Timing.SPECULATIVE and (self._is_waited_for or gradient.leaves_device):
+            # The norm says later if all gradients are finite: the update can be rolled back.
+            if shard is not None:
+                self._optimizer.update(shard, self._unclipped_factor())
+            return
+        gradient.arrive()
         skip = None
         if self._is_waited_for and self._optimizer.can_be_skipped:  # the device checks if it is finite
             gradient.remember()
@@ -253,18 +254,6 @@ class StepUpdate:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
             gradient.drop_shard()
-
-    def _update_arrived(self, num_left: int) -> None:
-        """Update with the gradients of a device, except the newest `num_left`, which are on their way to the host.
-
-        Meanwhile the device runs the backward. The norm says later if all gradients are finite: the update can be
-        rolled back.
-        """
-        while len(self.arriving) > num_left:
-            gradient = self.arriving.popleft()
-            gradient.flush()
-            if id(gradient) in self._shards:
-                self._optimizer.update(self._shards[id(gradient)], self._unclipped_factor())
 
     # -- parameters that other ranks may have used ----------------------------------------------------------
 

@@ -307,8 +307,6 @@ class Steps:
         """End a backward, and count its microbatches."""
         try:
             self._passes.end_backward()
-            if self.update.arriving:
-                self.update.end_backward()
         except BaseException as error:
             self.abort_backward(error)
             raise

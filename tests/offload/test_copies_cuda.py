@@ -24,6 +24,7 @@ def test_values_go_to_the_host_and_come_back_in_order_with_the_work() -> None:
         values.zero_()
         buffer.add_(0.5)
         coming = copies.to_device(buffer, values)
+        coming.wait_on_device()
         assert bool((values == step + 0.5).all())  # though the host has not waited
         coming.wait()
     pool.give(buffer.view(torch.uint8))

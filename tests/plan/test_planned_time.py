@@ -11,6 +11,7 @@ from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice
 from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate
+from lowtide.engine.plan.host_timeline import HostTimeline, UnitWork
 from lowtide.engine.plan.layered import LayeredParts
 from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
@@ -20,6 +21,7 @@ from lowtide.engine.plan.stages import Stages
 from lowtide.engine.plan.step_order import SimulatedTimeline
 from tests.kit import models
 from tests.kit.training import ADAMW
+from tests.pretend.host_order import check_order
 
 
 def test_a_collective_waits_for_the_queue_and_for_what_was_launched_before_it() -> None:
@@ -92,3 +94,36 @@ def test_little_of_a_large_models_collectives_is_exposed() -> None:
         return sum(found.seconds[f"{kind} exposed"] for kind in ("gather", "reduce")) / found.step_seconds
 
     assert exposed_share() < 0.02 < 0.12 < exposed_share(stage3_prefetch_bucket_size=0)
+
+
+# -- updates on the host ----------------------------------------------------------------------------------------------
+
+
+def share_of_speed(num_tokens: int, update_bytes: int, gradient_bytes: int = 4, **how: bool) -> float:
+    """Tokens/s of 4B parameters whose states are on the host, beside those without offload: an H100 and its host."""
+    numel, num_units, link, host = 4e9, 37, 50e9, 100e9
+    compute = 0.447 * num_tokens / 8192
+    each = numel / num_units
+    unit = UnitWork(
+        "",
+        compute / 3 / num_units,
+        2 * compute / 3 / num_units,
+        each * gradient_bytes / link,
+        each * update_bytes / host,
+        each * 2 / link,
+    )
+    units = [unit._replace(name=str(number)) for number in range(num_units)]
+    return compute / (compute + HostTimeline.of(units, **how).exposed)
+
+
+def test_the_forward_hides_updates_on_the_host_if_a_step_is_long() -> None:
+    assert share_of_speed(8192, 30) < 0.3 and share_of_speed(8192, 12, 2) > 0.55
+    assert share_of_speed(65536, 30) > 0.95 and share_of_speed(65536, 30, by_unit=False) < 0.8
+    assert share_of_speed(8192, 12, 2, speculative=True) > share_of_speed(8192, 12, 2)
+
+
+@pytest.mark.parametrize("speculative", [False, True])
+def test_the_simulated_update_has_the_order_of_the_device(speculative: bool) -> None:
+    names = [f"blocks.{number}" for number in range(4)]
+    timeline = HostTimeline.of([UnitWork(name, 1.0, 2.0, 0.25, 0.5, 0.25) for name in names], speculative)
+    check_order([(event.what, event.name) for event in timeline.events], names, speculative)

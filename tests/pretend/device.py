@@ -18,6 +18,7 @@ import functools
 import hashlib
 import itertools
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,6 +43,7 @@ class HostWait:
 
     why: str
     stack: traceback.StackSummary
+    thread: str  # its name
 
     def __str__(self) -> str:
         return f"{self.why}\n{''.join(self.stack.format())}"
@@ -112,7 +114,7 @@ def _note(why: bytes) -> int:
         stack = traceback.StackSummary.extract(traceback.walk_stack(sys._getframe(1)), lookup_lines=False)
         stack.reverse()
         for watcher in _WATCHERS:
-            watcher.waits.append(HostWait(why.decode(), stack))
+            watcher.waits.append(HostWait(why.decode(), stack, threading.current_thread().name))
     return int(any(watcher.raises for watcher in _WATCHERS))
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from lowtide.zero.versions import DelayedUpdate
+from lowtide.zero.versions import UpdateThread
 from tests.kit.ranks import RankPool
 
 
@@ -15,7 +15,7 @@ def delayed_update() -> list[float]:
     def update() -> None:
         parameter.copy_(gradient, non_blocking=True)
 
-    delayed = DelayedUpdate(device)
+    delayed = UpdateThread(device)
     gradient.copy_(torch.full((3,), 7.0).pin_memory(), non_blocking=True)
     delayed.start(update, [gradient])
     assert delayed.wait() is None

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
-from lowtide.zero.host_update import MAX_LEAVING
 from tests.kit.ranks import RankPool
 from tests.pretend import device, group, queues, values
 
@@ -64,11 +63,15 @@ def collected(act: Callable[..., None], *args: Any) -> None:
 
 
 def waits_of(act: Callable[[], object]) -> list[str]:
-    """The host's waits meanwhile, but for those of the pretended group, whose messages go through the host."""
+    """The waits of the training meanwhile.
+
+    Left out are those of the pretended group, whose messages go through the host, and those of the thread of updates.
+    """
     with device.host_waits() as waits:
         act()
     of_group = {module.__file__ for module in (group, queues, values)}
-    return [str(wait) for wait in waits if of_group.isdisjoint(frame.filename for frame in wait.stack)]
+    own = [wait for wait in waits if not wait.thread.startswith("lowtide update")]
+    return [str(wait) for wait in own if of_group.isdisjoint(frame.filename for frame in wait.stack)]
 
 
 def check_steps(cases: list[tuple[int, int, int, str, float]]) -> None:
@@ -176,25 +179,28 @@ def test_an_optimizer_of_torch_waits_once_too(pretend_ranks: RankPool) -> None:
     pretend_ranks(1, collected, check_own_optimizer, process_group=False)
 
 
-def check_speculation(precision: str, ratio: float) -> None:
-    counts = []
-    for overlap in ("none", "speculative"):
-        zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": ratio, "overlap": overlap}}
-        with make_engine(Net(6), {"zero_optimization": zero, **PRECISIONS[precision]}) as engine:
-            for _ in range(2):
-                waits = waits_of(lambda: train_step(engine, torch.randn(2, WIDTH)))
-        assert not any(wait.startswith("a value is read") for wait in waits), "\n".join(waits)
-        counts.append(len(waits))
-    of_newest = [wait for wait in waits if "in arrive" in wait]
-    assert counts[1] <= counts[0] and len(of_newest) <= MAX_LEAVING + (ratio < 1), "\n".join(waits)
+def check_overlaps(cases: list[tuple[str, int, str, int, float, bool]]) -> None:
+    for overlap, stage, precision, accumulation, ratio, params in cases:
+        place: dict[str, Any] = {"device": "cpu"}
+        late = {"delay_after_steps": 1} if overlap == "delayed" else {}
+        zero = {"stage": stage, "offload_optimizer": {**place, "ratio": ratio, "overlap": overlap, **late}}
+        zero |= {"offload_param": place} if params else {}
+        config = {"zero_optimization": zero, "gradient_clipping": 10.0, "gradient_accumulation_steps": accumulation}
+        with make_engine(Net(6), {**config, **PRECISIONS[precision]}) as engine:
+            for _ in range(3):
+                waits = waits_of(lambda: engine.train_step((torch.randn(2 * accumulation, WIDTH),)))  # noqa: B023
+                assert len(waits) <= 1, "\n".join(map(str, (overlap, stage, precision, accumulation, ratio, *waits)))
 
 
-@pytest.mark.parametrize(("precision", "ratio"), [("fp32", 1.0), ("bf16", 0.5)])
-def test_a_speculative_update_waits_for_no_more_than_a_plain_one(
-    pretend_ranks: RankPool, precision: str, ratio: float
-) -> None:
-    """The host updates with a gradient when two more have left: the device has their backward to do meanwhile."""
-    pretend_ranks(1, collected, check_speculation, precision, ratio, process_group=False)
+OVERLAPS = [  # overlap, stage, precision, accumulation, ratio, whether parameters rest on the host too
+    *((overlap, 3, "bf16", 1, 1.0, False) for overlap in ("none", "speculative", "delayed")),
+    *((overlap, 2, "fp32", 2, 0.5, False) for overlap in ("none", "speculative", "delayed")),
+    *((overlap, 3, "fp16", 2, 0.5, True) for overlap in ("none", "speculative")),
+]
+
+
+def test_an_update_on_the_host_waits_once_too(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, check_overlaps, OVERLAPS, process_group=False)
 
 
 # -- what the device knows before the host does -----------------------------------------------------------------------

@@ -24,7 +24,7 @@ from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
 from lowtide.offload import FileStore, HostPool, OldVersion
 from lowtide.zero.layout import BLOCK_NUMEL, round_up
 from lowtide.zero.plan import GroupPlan
-from lowtide.zero.versions import DelayedUpdate
+from lowtide.zero.versions import UpdateThread
 from tests.engine.test_blueprint import BF16, FP32, config_of, frozen_gpt as gpt, reductions_watched
 from tests.kit import models
 from tests.kit.grids import pairs
@@ -238,8 +238,8 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
 def wait_for_updates() -> None:
     """For those in the background: what they take on the way comes and goes."""
     for one in gc.get_objects():
-        if type(one) is DelayedUpdate and one._running is not None:
-            one._running.result()
+        if type(one) is UpdateThread:
+            one.wait()
 
 
 Batches = list[tuple[Tensor, ...]]

@@ -5,6 +5,7 @@ at one of the two ends, by a coin: what changes a source too early, or uses a ta
 """
 
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ class LateCopy:
         assert values.shape == out.shape and values.dtype == out.dtype
         self._values, self._out = values, out
         self._before = before
+        self._lock = threading.Lock()  # the thread of updates and the training may both wait
         self.is_done = False
         if random.random() < 0.5:
             self.wait()
@@ -36,9 +38,10 @@ class LateCopy:
     def wait(self) -> None:
         for one in self._before:
             one.wait()
-        if not self.is_done:
-            self.is_done = True
-            self._out.copy_(self._values)
+        with self._lock:
+            if not self.is_done:
+                self._out.copy_(self._values)
+                self.is_done = True
 
 
 class LateHostCopy(LateCopy):
@@ -54,6 +57,10 @@ class LateHostCopy(LateCopy):
         super().wait()
         self.host_knows = True
 
+    def wait_on_device(self) -> None:
+        """Then the host still does not know."""
+        LateCopy.wait(self)
+
 
 class LateCopies(HostCopies):
     """Of the device that is not there."""
@@ -63,13 +70,11 @@ class LateCopies(HostCopies):
     def __init__(self) -> None:
         """Without streams."""
 
-    def to_host(self, values: Tensor, out: Tensor) -> LateHostCopy:
+    def to_host(self, values: Tensor, out: Tensor) -> Any:
         return self._remembered(LateHostCopy(values, out, out))
 
-    def to_device(self, values: Tensor, out: Tensor) -> LateHostCopy:
-        copy = LateHostCopy(values, out, values)
-        LateCopy.wait(copy)  # the device's work comes after it
-        return self._remembered(copy)
+    def to_device(self, values: Tensor, out: Tensor) -> Any:
+        return self._remembered(LateHostCopy(values, out, values))
 
     def _remembered(self, copy: LateHostCopy) -> LateHostCopy:
         self.last[copy.address] = copy

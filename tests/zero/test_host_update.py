@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 import lowtide
-from lowtide.offload import HostPool
-from lowtide.zero.host_update import HostUpdate
+from lowtide.offload import HostPool, OffloadError
+from lowtide.zero.host_update import MAX_LEAVING, HostSum, HostUpdate
+from lowtide.zero.optimizer import ShardedOptimizer
 from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
 from tests.kit.models import mlp, short_gpt, tied_gpt, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
@@ -90,11 +92,15 @@ def test_float16_hybrid_shards_and_a_pipeline_with_tied_weights(ranks: RankPool,
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
     overflowing = Case(short_gpt, token_batch, 1, config=fp16, steps=5)
     hybrid = GPT.at(3, config={"zero_optimization": {"shard_size": 2}, **BF16})
+    small = {"bf16": {"enabled": True, "masters": "int8"}, "data_types": {"grad_accum_dtype": "bf16"}}
+    small |= {"optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}}}
     piped = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b", "microbatches": 2}}
     cases = [
         (2, *pair(overflowing, tmp_path, "cpu")),
         (2, *pair(overflowing.at(3), tmp_path, "cpu")),
         (4, *pair(hybrid, tmp_path, "cpu", True)),
+        *((1, *pair(GPT.at(stage, config=small), tmp_path, "cpu")) for stage in (1, 3)),
+        (2, *pair(GPT.at(3, config=small), tmp_path, "cpu", overlap="speculative")),
         (4, *pair(GPT.at(3, build=tied_gpt, config=piped), tmp_path, "cpu")),
     ]
     assert_same(ranks, cases)
@@ -133,22 +139,36 @@ def test_bytes_are_where_the_config_says(
         assert ratio < 1 or gradients == 0  # the host's buffers are there for the next step, none on the device
 
 
-def test_at_most_two_gradients_are_on_their_way() -> None:
+def test_sums_come_back_in_order_and_at_most_two_gradients_are_on_their_way() -> None:
     pool = HostPool(pinned=False)
     host = HostUpdate(LateCopies(), pool)
-    arrived: list[int] = []
-    shards = [torch.full((1024,), float(index)) for index in range(5)]
-    totals = [host.take(shard, None, partial(arrived.append, index)) for index, shard in enumerate(shards)]
-    assert arrived == [0, 1, 2]
-    again = host.take(torch.ones(1024), totals[0], None)
-    assert again is totals[0] and arrived == [0, 1, 2, 3]
-    host.arrive(4)  # there already: what left later is not waited for
-    assert arrived == [0, 1, 2, 3]
-    host.arrive()
-    assert arrived == [0, 1, 2, 3, 4] and [float(total[-1]) for total in totals] == [1, 1, 2, 3, 4]
-    for total in totals:
-        host.give(total)
+    sums = [HostSum(host, partial(torch.empty, 1024)) for _ in range(5)]
+    for backward in range(3):
+        for index, one in enumerate(sums):
+            memory = one.open()
+            assert list(host._gradients._coming) == [each._resident for each in sums[index + 1 : index + 2] if backward]
+            memory.fill_(float(index)) if not backward else memory.add_(1.0)
+            one.leave()
+            assert len(host._gradients._leaving) <= MAX_LEAVING
+    for index, one in enumerate(sums):
+        assert one.total is not None
+        one.arrived.wait()
+        assert bool((one.total == index + 2).all())
+        one.drop()
     assert pool.bytes_in_use == 0
+    host.close()
+
+
+def test_an_update_that_failed_is_told_where_its_parameters_are_used() -> None:
+    config = settings(3, zero_optimization={"offload_optimizer": {"device": "cpu"}})
+    told = r"update 1 of '.*' on the host failed: the disk. .* continue from a checkpoint \(engine.load_checkpoint\)"
+    with model_apart(), lowtide.initialize(mlp(), config) as engine:
+        with patch.object(ShardedOptimizer, "_change", side_effect=RuntimeError("the disk")):
+            engine.train_step(vector_batch(0, 2))
+            assert engine.optimizer.thread.wait() is not None
+        for action in (lambda: engine.train_step(vector_batch(1, 2)), engine.state_dict):
+            with pytest.raises(OffloadError, match=told):
+                action()
 
 
 def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:

@@ -1,0 +1,108 @@
+"""An update on the host goes on beside the device's work."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowtide.engine.step.step_sums import SummedStep
+from lowtide.zero.gradient import GroupGradient
+from lowtide.zero.host_update import HostUpdate
+from lowtide.zero.optimizer import ShardedOptimizer
+from tests.kit.ranks import RankPool
+from tests.pretend.host_order import Event, check_order
+from tests.pretend.test_host_waits import PRECISIONS, WIDTH, Net, collected, make_engine, train_step
+
+NUM = 4
+NAMES = [f"blocks.{index}" for index in range(NUM)]
+PATIENCE = 30.0  # seconds
+
+
+class Record:
+    """Events of a training. Others can wait for them."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._changed = threading.Condition()
+
+    def note(self, what: str, name: str = "") -> None:
+        with self._changed:
+            self.events.append((what, name))
+            self._changed.notify_all()
+
+    def await_event(self, what: str, name: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: (what, name) in self.events, PATIENCE), (what, name, self.events)
+
+
+def unit_of(name: str) -> str:
+    return next(unit for unit in NAMES if unit in name)
+
+
+def steps_with(zero: dict[str, Any], precision: str, must: Callable[[Record, str, str], None]) -> list[Event]:
+    """Events of a step and the next forward. must: called before an event is noted; may wait for others."""
+    record = Record()
+    leave, change, put_back, read = (
+        GroupGradient._leave,
+        ShardedOptimizer._change,
+        HostUpdate.put_back,
+        SummedStep.read,
+    )
+    current: list[str] = []
+
+    def leaves(self: GroupGradient, is_final: bool) -> None:
+        must(record, "leaves", unit_of(self.group.plan.name))
+        leave(self, is_final)
+        record.note("leaves", unit_of(self.group.plan.name))
+
+    def updates(self: ShardedOptimizer, shard: Any, *others: Any) -> None:
+        current[:] = [unit_of(shard.group.plan.name)]
+        must(record, "update", current[0])
+        change(self, shard, *others)
+
+    def returns(self: HostUpdate, values: Tensor, out: Tensor) -> Any:
+        record.note("update", current[0])
+        copy = put_back(self, values, out)
+        record.note("returns", current[0])
+        return copy
+
+    def reads(self: SummedStep) -> Any:
+        sums = read(self)
+        if ("norm", "") not in record.events:
+            record.note("norm")
+        return sums
+
+    with (
+        make_engine(Net(NUM), {"zero_optimization": zero, "gradient_clipping": 1e6, **PRECISIONS[precision]}) as engine,
+        patch.object(GroupGradient, "_leave", leaves),
+        patch.object(ShardedOptimizer, "_change", updates),
+        patch.object(HostUpdate, "put_back", returns),
+        patch.object(SummedStep, "read", reads),
+    ):
+        train_step(engine, torch.randn(2, WIDTH))
+        for name in NAMES:
+            block = engine.module.get_submodule(name)
+            block.register_forward_pre_hook(lambda module, args, name=name: record.note("forward", name))
+        engine.eval_step((torch.randn(2, WIDTH),))
+    return record.events
+
+
+def train_and_check(overlap: str, precision: str) -> None:
+    def must(record: Record, what: str, name: str) -> None:
+        index = NAMES.index(name)
+        if overlap == "none" and what == "update" and index:  # it waits for no update but its own
+            record.await_event("forward", NAMES[index - 1])
+        if overlap == "speculative" and what == "leaves" and index < NUM - 1:  # the backward goes on beside updates
+            record.await_event("update", NAMES[index + 1])
+
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "overlap": overlap}}
+    check_order(steps_with(zero, precision, must), NAMES, overlap == "speculative")
+
+
+@pytest.mark.parametrize(("overlap", "precision"), [("none", "bf16"), ("none", "fp32"), ("speculative", "bf16")])
+def test_each_unit_waits_for_its_own_update_alone(pretend_ranks: RankPool, overlap: str, precision: str) -> None:
+    pretend_ranks(1, collected, train_and_check, overlap, precision, process_group=False)

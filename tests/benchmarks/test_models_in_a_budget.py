@@ -49,7 +49,7 @@ def test_a_rank_leaves_as_soon_as_it_is_over_its_budget(helper: Helper, monkeypa
 
 
 def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
-    is_out_of_memory = helper("largest").is_out_of_memory
+    is_out_of_memory = helper("_device").is_out_of_memory
     wrapped = RuntimeError("the step failed")
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(wrapped)

@@ -41,16 +41,20 @@ def lowtide(
     return Contender(name, f"lowtide stage {stage}{label}", "lowtide", options, named)
 
 
+_FILE = {"device": "nvme", "nvme_path": _FOLDER}
+
+
 def _offload(name: str, label: str, *, states: Any = None, parameters: bool = False, **zero: Any) -> Contender:
-    file = {"device": "nvme", "nvme_path": _FOLDER}
-    sections: dict[str, Any] = {"offload_param": file} if parameters else {}
+    sections: dict[str, Any] = {"offload_param": _FILE} if parameters else {}
     if states is not None:
-        sections["offload_optimizer"] = file | states
+        sections["offload_optimizer"] = _FILE | states
     return lowtide(f"lowtide-3-{name}", f", {label}", 3, sections | zero, named=True)
 
 
 _LEAST = {"update_in_backward": True, "stage3_prefetch_bucket_size": 0}
 _RECOMPUTED = {"activation_checkpointing": {"every": 1}}
+_FILES: dict[str, Any] = {"offload_param": _FILE, "offload_optimizer": _FILE}
+_LAYERED = {**_FILES, "layered_gradient_accumulation": True}
 CONTENDERS = by_name(
     Contender(REFERENCE, "one process, whole batch", "single"),
     Contender("alone", "forwards and backwards alone, nothing sent or updated", "alone", only_when_named=True),
@@ -73,6 +77,8 @@ CONTENDERS = by_name(
     _offload("nvme-overlap", "both in files, speculative", states={"overlap": "speculative"}, parameters=True),
     _offload("least", "both in files, least memory", states={}, parameters=True, **_LEAST),
     lowtide("lowtide-3-recompute", ", blocks recomputed", 3, named=True, **_RECOMPUTED),
+    lowtide("lowtide-3-recompute-nvme", ", both in files, recomputed", 3, _FILES, named=True, **_RECOMPUTED),
+    lowtide("lowtide-3-layered", ", both in files, layer by layer", 3, _LAYERED, named=True, **_RECOMPUTED),
     lowtide("lowtide-3-tiles", ", tiles", 3, named=True, tiles="auto"),
     lowtide("lowtide-3-long", ", tiles, blocks recomputed", 3, named=True, tiles="auto", **_RECOMPUTED),
     *(

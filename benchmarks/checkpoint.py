@@ -30,19 +30,7 @@ from typing import Any
 import _contenders
 import torch.distributed as dist
 from _contenders import BUILDERS, FSDP2, Setup, Trainer
-from _harness import (
-    Column,
-    JobError,
-    JobParser,
-    Result,
-    Row,
-    by_name,
-    compare,
-    count,
-    find,
-    mib,
-    run_job,
-)
+from _harness import Column, JobError, JobParser, Result, Row, by_name, compare, count, find, mib, run_job
 from _model import SIZES, build_batches, build_model
 from _worker import PeakSampler
 

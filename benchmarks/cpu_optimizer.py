@@ -24,18 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import (
-    Column,
-    Contender,
-    JobParser,
-    Row,
-    by_name,
-    compare,
-    count,
-    find,
-    over,
-    run_steps,
-)
+from _harness import Column, Contender, JobParser, Row, by_name, compare, count, find, over, run_steps
 from _worker import PeakSampler, timed_steps
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

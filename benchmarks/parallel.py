@@ -28,51 +28,30 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, Trainer, lowtide_config
-from _harness import (
-    LOSSES,
-    MIB,
-    Column,
-    Contender,
-    JobParser,
-    Row,
-    by_name,
-    compare,
-    count,
-    find,
-    mib,
-    over,
-    run_steps,
-)
+from _contenders import ADAMW, Setup, Trainer, build_lowtide, build_single
+from _harness import LOSSES, MIB, Column, Contender, JobParser, Row, by_name, compare, count, find, mib, over, run_steps
 from _worker import PeakSampler, timed_steps
 from gpu import python_path
 from torch import Tensor, nn
 from torch.nn import functional
 
 
-def _llama(**sizes: int) -> dict[str, Any]:
-    return {"use_cache": False, "num_key_value_heads": sizes["num_attention_heads"] // 2, **sizes}
+def _llama(layers: int, hidden: int, mlp: int, heads: int, vocabulary: int, sequence: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads // 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": sequence,
+        "use_cache": False,
+    }
 
 
-SIZES = {
-    "4 x 512": _llama(
-        num_hidden_layers=4,
-        hidden_size=512,
-        intermediate_size=1408,
-        num_attention_heads=8,
-        vocab_size=8192,
-        max_position_embeddings=256,
-    ),
-    "tiny": _llama(
-        num_hidden_layers=1,
-        hidden_size=32,
-        intermediate_size=32,
-        num_attention_heads=4,
-        vocab_size=64,
-        max_position_embeddings=16,
-    ),
-}
-ROWS = 2  # sequences of a step
+SIZES = {"4 x 512": _llama(4, 512, 1408, 8, 8192, 256), "tiny": _llama(1, 32, 32, 4, 64, 16)}
+SETUP = Setup(microbatch=2, inputs=("input_ids", "labels"), blocks="model.layers")
+ROWS = SETUP.microbatch  # sequences of a step
 _NEW_NETWORK = 0x40000000
 _NETWORK = Path("/proc/self/net/dev")  # of the network that this process is in
 
@@ -84,7 +63,7 @@ def _split(name: str, label: str, peer: str, split: str, **more: bool) -> list[C
             f"lowtide-{name}{suffix}",
             f"lowtide {label}{words}",
             "lowtide",
-            {"split": split, "more": more, "transport": transport},
+            {"zero": {}, "more": {"parallel": {split: "RANKS", **more}, "communication": {"transport": transport}}},
             peer=peer,
         )
         for transport, suffix, words in (("auto", "", ""), ("sockets", "-sockets", ", sockets"))
@@ -107,16 +86,13 @@ CONTENDERS = by_name(
 
 
 def _single(model: nn.Module, size: dict[str, Any]) -> Trainer:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    return build_single(model, SETUP)
 
-    def step(tokens: Tensor) -> float:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
 
-    return Trainer(step, lambda: None)
+def _lowtide(model: nn.Module, size: dict[str, Any], zero: dict[str, Any], more: dict[str, Any]) -> Trainer:
+    ranks = int(os.environ["WORLD_SIZE"])
+    parallel = {name: ranks if value == "RANKS" else value for name, value in more["parallel"].items()}
+    return build_lowtide(model, SETUP, zero=zero, more={**more, "parallel": parallel})
 
 
 def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
@@ -160,7 +136,7 @@ def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
 
     positions = torch.arange(size["max_position_embeddings"])[None]
 
-    def step(tokens: Tensor) -> float:
+    def step(tokens: Tensor, _: Tensor) -> float:
         with loss_parallel():
             logits = model(input_ids=tokens, position_ids=positions).logits
             loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
@@ -181,9 +157,7 @@ def _autotp(model: nn.Module, size: dict[str, Any]) -> Trainer:
     ranks = dist.get_world_size()
     model = deepspeed.tp_model_init(model, tp_size=ranks, dtype=torch.float32)
     engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(tensor_parallel={"autotp_size": ranks}))
-    return Trainer(
-        lambda tokens: _deepspeed_step(engine, lambda: engine(input_ids=tokens, labels=tokens).loss), dist.barrier
-    )
+    return Trainer(lambda *batch: _deepspeed_step(engine, lambda: SETUP.loss_of(engine, *batch)), dist.barrier)
 
 
 def _ulysses(model: nn.Module, size: dict[str, Any]) -> Trainer:
@@ -204,7 +178,7 @@ def _ulysses(model: nn.Module, size: dict[str, Any]) -> Trainer:
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
     length = size["max_position_embeddings"] // ranks
 
-    def step(tokens: Tensor) -> float:
+    def step(tokens: Tensor, _: Tensor) -> float:
         shifted = functional.pad(tokens[:, 1:], (0, 1), value=-100)
         mine = slice(rank * length, (rank + 1) * length)
         labels, positions = shifted[:, mine], torch.arange(size["max_position_embeddings"])[None, mine].expand(ROWS, -1)
@@ -237,16 +211,6 @@ def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
     engine.backward(loss)
     engine.step()
     return float(loss.detach())
-
-
-def _lowtide(model: nn.Module, size: dict[str, Any], split: str, more: dict[str, bool], transport: str) -> Trainer:
-    lowtide = importlib.import_module("lowtide")
-    parallel = {split: int(os.environ["WORLD_SIZE"]), **more}
-    config = lowtide_config(
-        train_micro_batch_size_per_gpu=ROWS, parallel=parallel, communication={"transport": transport}
-    )
-    engine = lowtide.initialize(model, config)
-    return Trainer(lambda tokens: float(engine.train_step({"input_ids": tokens, "labels": tokens}).loss), engine.close)
 
 
 BUILDERS: dict[str, Callable[..., Trainer]] = {
@@ -286,7 +250,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
         counters.append(int(line.split()[9]))  # bytes that went over the loopback device
 
-    found = timed_steps(trainer.step, [(tokens,) for tokens in batches], memory, count_sent, count_sent)
+    found = timed_steps(trainer.step, [(tokens, tokens) for tokens in batches], memory, count_sent, count_sent)
     trainer.close()
     sent = [after - before for before, after in zip(counters[::2], counters[1::2], strict=True)]
     return found | {"sent": statistics.median(sent[job["warmup"] :])}

@@ -1,10 +1,8 @@
-"""Measures what a rank's host does in a job of so many ranks, without them; and what simulating long pipelines costs.
+"""Measures what a rank's host does in a job of so many ranks, without them.
 
-Ranks: torch's fake process group says that there are 8 to 16,384, collectives move nothing, and one rank builds an
+Torch's fake process group says that there are 8 to 16,384, collectives move nothing, and one rank builds an
 engine and makes steps. Work is counted in instructions of Python and calls of functions in C, the least of some rounds.
 The order of a step's collectives must not depend on the number of ranks.
-
-Stages: the planner's simulation of 1F1B, with four microbatches a rank, beside the closed form of its bubble.
 
 Example:
 
@@ -19,7 +17,6 @@ import gc
 import hashlib
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
@@ -35,9 +32,6 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
-from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.fast_simulation import FastSimulation
-from lowtide.pipe.schedules.registry import make_schedule
 
 BLOCK_NUMEL = 1024  # of a shard: see zero/layout.py
 MOST = 1.2  # times the work of the smallest world
@@ -164,22 +158,11 @@ def costs_by_world(worlds: Sequence[int], stage: int, num_blocks: int, rounds: i
     return found
 
 
-def pipe_of(stages: int) -> dict[str, float]:
-    """Simulate 1F1B, where each stage takes the same time; return the seconds of that and the share of its bubble."""
-    microbatches = 4 * stages
-    started = time.process_time()
-    outcome = FastSimulation(make_schedule("1f1b", stages, microbatches)).outcome(Costs.uniform(stages))
-    bubble = 1 - sum(outcome.busy) / (stages * outcome.makespan)
-    closed_form = (stages - 1) / (microbatches + stages - 1)
-    return {"stages": stages, "seconds": time.process_time() - started, "bubble": bubble, "closed_form": closed_form}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return 1 where the host of the largest world has more than 1.2 times the work of the smallest."""
     parser = Parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=count(2), nargs="+", default=[8, 64, 512, 4096, 16384], help="powers of two")
-    add("--stages", type=count(), nargs="+", default=[8, 64, 512], help="of pipelines")
     add("--zero", type=int, choices=range(4), default=3, help="the ZeRO stage")
     add("--blocks", type=count(), default=8, help="of the model")
     add("--rounds", type=count(), default=2)
@@ -187,7 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
     costs, console = costs_by_world(sorted(given.ranks), given.zero, given.blocks, given.rounds), begin()
-    pipes = [pipe_of(stages) for stages in given.stages]
     ratios = {
         "initialize": [one.initialize_work / costs[0].initialize_work for one in costs],
         "a step": [one.step_work / costs[0].step_work for one in costs],
@@ -199,9 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines.append([f"{one.ranks:,}", *work, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}"])
     headings = ["ranks", "initialize: work", "x", "step: work", "x", "collectives", "MB sent"]
     console.print(make_table("", headings, lines))
-    lines = [[str(one["stages"]), *(f"{value:.5f}" for value in list(one.values())[1:])] for one in pipes]
-    console.print(make_table("", ["stages", "simulated in, s", "bubble", "(p - 1) / (m + p - 1)"], lines))
-    write_json(given, {"ranks": list(map(asdict, costs)), "stages": pipes})
+    write_json(given, {"ranks": list(map(asdict, costs))})
     if given.png:
         labels = [f"{one.ranks:,} ranks" for one in costs]
         panels = [(f"work of {what}, x the first", [[one] for one in found], MOST) for what, found in ratios.items()]

@@ -24,7 +24,7 @@ def status_of(arguments: list[str]) -> int:
 @pytest.mark.parametrize(("ranks", "blocks"), [(16384, 1), (512, 8)])  # whose counters are more words among more ranks
 def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Path) -> None:
     record = tmp_path / "scale.json"
-    arguments = ["--ranks", "8", str(ranks), "--rounds", "1", "--stages", "8", "--blocks", str(blocks)]
+    arguments = ["--ranks", "8", str(ranks), "--rounds", "1", "--blocks", str(blocks)]
     assert in_a_new_process(status_of, [*arguments, "--json", str(record)]) == 0
     small, large = json.loads(record.read_text())["ranks"]
     assert large["initialize_work"] < 1.2 * small["initialize_work"]

@@ -14,8 +14,8 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.star
 RUNS = {
     "checkpoint": "--size tiny --contenders fsdp2 lowtide-3 --rounds 1 --repeats 1 --folder OUT"
     " --json OUT/j --png OUT/p.png",
-    "compare": "--size tiny --contenders ddp lowtide-3 --rounds 1 --steps 1 --memory exact --memory-steps 2"
-    " --offload-folder OUT --json OUT/j --png OUT/p.png",
+    "compare": "--size tiny --contenders ddp lowtide-3-layered --rounds 1 --steps 1 --memory exact --memory-steps 2"
+    " --accumulation 2 --drive-mb-per-second 900 --offload-folder OUT --json OUT/j --png OUT/p.png",
     "cpu_optimizer": "--numel 70000 --rounds 1 --steps 1 --contenders kernel-int8 copy-streamed"
     " --json OUT/j --png OUT/p.png",
     "fewer_bytes": "--steps 2 --layers 1 --width 32 --context 16 --seeds 0 --validation-batches 1"
@@ -24,7 +24,6 @@ RUNS = {
     "host_time of kernels": "--kernels --rounds 1 --json OUT/j",
     "largest": "--device cpu --size tiny --budget-mib 200 --max-layers 2 --contenders ddp"
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
-    "layered": "--folder OUT --width 32 --blocks 2 --microbatches 2 --rounds 1",
     "offload_io": "--size 4 --unit 1 --rounds 1 --folder OUT --json OUT/j",
     "parallel": "--contenders single lowtide-tensor --size tiny --rounds 1 --warmup 1 --steps 1 --memory none"
     " --json OUT/j --png OUT/p.png",

@@ -11,6 +11,7 @@ the peak of bf16.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import statistics
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from _model import SEED
 from torch import Tensor, nn
 
 IS_REHEARSAL = _device.is_rehearsal()
-WARMUP, STEPS = (1, 2) if IS_REHEARSAL else (3, 5)
+WARMUP, STEPS = (4, 2) if IS_REHEARSAL else (5, 5)  # graphs are captured in the third or fourth step
 MOST_SECONDS = 600.0 if IS_REHEARSAL else 150.0  # of a row: one that hangs leaves time for others
 USED_VOCABULARY = 256  # tokens of a batch are among so many, so that losses fall
 GIB = 1 << 30
@@ -148,7 +149,7 @@ REHEARSED = (Work("tiny", 1, 16, 2, tuple(CONTENDERS)), Work("tiny", 1, 16, 1, (
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Return losses of all steps, seconds of the timed ones and until they were launched, and bytes."""
+    """Return losses and seconds of all steps, the median seconds until launched, bytes, and what limits the row."""
     _device.prepare()
     with _device.memory_errors_leave():
         return _train(job)
@@ -169,6 +170,10 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         blocks="model.layers",
         inputs=("input_ids", "labels"),
     )
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lowtide").addHandler(handler)
     patch = options.pop("patch", None)
     model = shape.build(device)
     if patch:
@@ -191,7 +196,8 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
     found = {"losses": [float(loss) for loss in losses], "seconds": [seconds for seconds, _ in timed]}
     trainer.close()
     launched = statistics.median(launched for _, launched in timed[WARMUP:])
-    return found | {"launched": launched, "allocated": peaks.allocated, "reserved": peaks.reserved}
+    limits = [line for line in said if "no effect" in line or line.startswith("compile.graphs:")]
+    return found | {"launched": launched, "allocated": peaks.allocated, "reserved": peaks.reserved, "limits": limits}
 
 
 def draw(job: dict[str, Any], num_batches: int) -> list[Tensor]:
@@ -254,6 +260,7 @@ def add_row(record: Record, work: Work, contender: Contender, what: str, start: 
         peak_GiB=more["allocated"] / GIB if result and more["allocated"] else None,
         reserved_GiB=more["reserved"] / GIB if result and more["reserved"] else None,
         losses=" ".join(f"{loss:.4f}" for loss in result.losses) if result else None,
+        limits="; ".join(more["limits"]) or None if result else None,
     )
     if result is None and contender.kind == "lowtide" and not is_refusal(outcome):
         record.fail(what, outcome)

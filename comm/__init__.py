@@ -1,16 +1,9 @@
 """Collectives between ranks. This is the only folder that names `torch.distributed`.
 
-`World` is this process and the default process group. An `ParallelDims` gives each rank coordinates on named axes, a
-`Mesh` holds the axes by name. An `Axis` moves bytes between its ranks over the fastest transport of the machine:
-
-| transport     | used by                       | gather                        | reduce                               |
-|---------------|-------------------------------|-------------------------------|--------------------------------------|
-| solo          | an axis with a single rank    | nothing to do                 | nothing to do                        |
-| shared memory | CPU ranks of a host           | all ranks map the same memory | each rank sums its part of all slots |
-| sockets       | CPU ranks on any hosts (gloo) | point-to-point, missing parts | point-to-point, summed in rank order |
-| native        | CUDA (nccl), other devices    | the backend's collective      | the backend's collective             |
-
-All transports except native sum in rank order, so the result does not depend on how a tensor is sharded.
+`World` is this process and the default process group. A `ParallelDims` gives each rank coordinates on named axes, a
+`Mesh` holds the axes by name. An `Axis` moves bytes between its ranks over the fastest transport of the machine; the
+README has the table of transports. All transports except native sum in rank order, so the result does not depend on how
+a tensor is sharded.
 """
 
 from ..watch.progress import Activity, Progress

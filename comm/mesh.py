@@ -84,13 +84,22 @@ class Mesh:
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
             channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
-            made = _make_transport(
-                world, transport, rank, ranks, places, pids, group, _first_tag(number), channel, in_flight
-            )
+            made: Transport
+            if group is None:
+                made = SoloTransport(world.device)
+            elif transport == "shared_memory":
+                exchange, own_pids = partial(gather_objects, group=group), [pids[member] for member in ranks]
+                made = SharedMemoryTransport(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
+            elif transport == "sockets":
+                tag, timeout = _first_tag(number), world.timeout_seconds
+                made = SocketTransport(rank, ranks, places, group, tag, timeout, channel)
+            else:
+                made = NativeTransport(rank, ranks, places, group, world.device, channel, in_flight)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
         for number, names in enumerate(lines, first):
-            groups[names] = _make_group(world, parallel_dims, names)
+            is_world = 1 < parallel_dims.size(names) == world.size
+            groups[names] = dist.group.WORLD if is_world else _new_group(world, parallel_dims, names)
             axes[names] = connected(number, names, groups[names])
         own = {
             name: connected(number, (name,), _new_group(world, parallel_dims, (name,)))
@@ -259,13 +268,6 @@ def _first_tag(number: int) -> int:
     return number % _NUM_TAGGED * _TAGS_PER_CHANNEL
 
 
-def _make_group(world: World, parallel_dims: ParallelDims, names: Sequence[str]) -> dist.ProcessGroup | None:
-    """Return the process group of this rank's axis. None if the axis has a single rank."""
-    if 1 < parallel_dims.size(names) == world.size:
-        return dist.group.WORLD
-    return _new_group(world, parallel_dims, names)
-
-
 def _make_host_transport(
     world: World,
     parallel_dims: ParallelDims,
@@ -298,26 +300,3 @@ def _new_group(
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
     timeout = timedelta(seconds=world.timeout_seconds)
     return make([list(ranks) for ranks in every], timeout=timeout, backend=backend)[0]
-
-
-def _make_transport(
-    world: World,
-    transport: str,
-    rank: int,
-    ranks: tuple[int, ...],
-    places: tuple[int, ...],
-    pids: Sequence[int],
-    group: dist.ProcessGroup | None,
-    first_tag: int,
-    channel: AxisRecorder,
-    in_flight: InFlight,
-) -> Transport:
-    if group is None:
-        return SoloTransport(world.device)
-    if transport == "shared_memory":
-        exchange = partial(gather_objects, group=group)
-        own_pids = [pids[member] for member in ranks]
-        return SharedMemoryTransport(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
-    if transport == "sockets":
-        return SocketTransport(rank, ranks, places, group, first_tag, world.timeout_seconds, channel)
-    return NativeTransport(rank, ranks, places, group, world.device, channel, in_flight)

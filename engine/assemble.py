@@ -24,7 +24,6 @@ from ..parallel.randomness import Randomness, draws
 from ..parallel.region_blocks import SequenceParallelRegion
 from ..parallel.sequence_regions import SequenceParallelRegions
 from ..parallel.split_self_check import SplitSelfCheck, watch_copies
-from ..parallel.tiles import Tiled
 from ..watch.log import logger
 from ..zero.build import GroupMemories
 from ..zero.hooks import UnitHooks, cast_inputs, make_gradients_in_place
@@ -47,7 +46,7 @@ from .engine import Engine
 from .features import FEATURES
 from .model.deferred import move
 from .model.given_model import LossFn, Values, note_divided
-from .model.prepared_model import PreparedModel
+from .model.prepared_model import NamedModules, PreparedModel
 from .model.recomputed import checkpoint_activations
 from .model.sequences import Sequences
 from .planner import planner
@@ -288,7 +287,7 @@ def _fill(
 
 
 def _split_layers(
-    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: Tiled, patches: ModelPatches
+    blueprint: Blueprint, mesh: Mesh, module: nn.Module, tiled: NamedModules, patches: ModelPatches
 ) -> SplitSelfCheck | None:
     """Split layers over ranks, and exchange their inputs and outputs. Return the check of the split layers."""
     if blueprint.tensor is None:
@@ -321,7 +320,7 @@ def _split_layers(
         )
     randomness = Randomness(exchange, mesh.world.device)  # also for random numbers that `draws` does not see
     if blueprint.tensor.regions:
-        in_tiles = frozenset(id(one) for _, one in tiled.modules)
+        in_tiles = frozenset(id(one) for _, one in tiled)
         parts = SequenceParallelRegions(_regions_of(blueprint, mesh), in_tiles, module, exchange, randomness, patches)
     SplitLayers(blueprint.tensor, module, exchange, randomness if draws(module) else None, patches, parts)
     watch_copies(blueprint.tensor, module, exchange, patches)

@@ -12,13 +12,12 @@ Gradients of the outputs go through the exchange to the recorded rows, and from 
 weights and other computations in the block get their gradients from the second run. Results behind the experts in the
 first run are dropped. So a block must call its experts with the same rows in both runs: random generators are set back,
 and rows that depend on the output of another expert are an error in the first forward. Each row goes to the rank of its
-expert and comes back (`Way`).
+expert and comes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -34,33 +33,6 @@ from ..model.random_states import random_states, set_random_states
 from .collectives import with_backward
 from .expert_dispatch import ExpertSelfCheck, NoRows
 from .experts import ExpertList
-
-
-@dataclass(frozen=True)
-class Way:
-    """The exchange of one forward. order: of the rows, by expert."""
-
-    exchange: Collectives
-    what: str
-    order: Tensor  # (sent,) int64
-    counts: tuple[tuple[int, ...], ...]  # counts[i][j]: rows that rank i sends to rank j
-    experts: Tensor  # (received,) int64: this rank's experts, from 0
-
-    def there(self, x: Tensor, what: str) -> Tensor:
-        """Send (sent, width), in the order of the choices, to (received, width)."""
-        return self.exchange.swap_rows(x, self.counts, f"{what} of {self.what}")
-
-    def back(self, y: Tensor, what: str) -> Tensor:
-        """Send (received, width) back to (sent, width)."""
-        counts = tuple(zip(*self.counts, strict=True))
-        return self.exchange.swap_rows(y.contiguous(), counts, f"{what} of {self.what}")
-
-    def placed(self, rows: Tensor) -> Tensor:
-        """Return rows, (sent, width) in the order of the choices, in their original order."""
-        out = torch.empty_like(rows)
-        out[self.order] = rows
-        return out
-
 
 _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
 
@@ -129,25 +101,32 @@ class ListedExperts:
         rows = torch.cat([x.reshape(-1, width)[:0], *(one.reshape(-1, width) for _, one in calls)])
         numels = torch.tensor([one.numel() // width for _, one in calls], dtype=torch.int64, device=x.device)
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64, device=x.device)
-        way, is_called = self._way(torch.repeat_interleave(numbers, numels, output_size=len(rows)), numbers)
-        received = with_backward(
-            rows,
-            lambda x: way.there(x[way.order], "tokens"),
-            lambda dy: way.placed(way.back(dy, "the gradient of tokens")),
-        )
-        made = self._made(received, way, is_called)
-        return with_backward(
-            made,
-            lambda made: way.placed(way.back(made, "outputs")),
-            lambda dy: way.there(dy[way.order], "the gradient of outputs"),
-        )
+        choices = torch.repeat_interleave(numbers, numels, output_size=len(rows))
+        counts, experts, is_called = self._routes(choices, numbers)
+        order, name = torch.sort(choices, stable=True).indices, self._layer.name  # rows are sent by expert
+        counts_back = tuple(zip(*counts, strict=True))
 
-    def _way(self, choices: Tensor, called: Tensor) -> tuple[Way, list[bool]]:
-        """Return the exchange, and whether any rank calls each of this rank's experts. choices: (rows,); called:
-        (calls,).
+        def there(x: Tensor, what: str) -> Tensor:
+            """Send (sent, width) to (received, width)."""
+            return self._exchange.swap_rows(x[order], counts, f"{what} of {name}")
 
-        An expert that is called with no rows gets a gradient of zeros; an expert that no rank calls gets none. The host
-        waits for the device here.
+        def back(y: Tensor, what: str) -> Tensor:
+            """Send (received, width) back to (sent, width)."""
+            got = self._exchange.swap_rows(y.contiguous(), counts_back, f"{what} of {name}")
+            out = torch.empty_like(got)
+            out[order] = got
+            return out
+
+        received = with_backward(rows, lambda x: there(x, "tokens"), lambda dy: back(dy, "the gradient of tokens"))
+        made = self._made(received, experts, is_called)
+        return with_backward(made, lambda made: back(made, "outputs"), lambda dy: there(dy, "the gradient of outputs"))
+
+    def _routes(self, choices: Tensor, called: Tensor) -> tuple[tuple[tuple[int, ...], ...], Tensor, list[bool]]:
+        """Count the rows that ranks exchange. choices: (rows,); called: (calls,).
+
+        Returns the rows that rank i sends to rank j, as counts[i][j]; the expert of each received row among this rank's
+        experts; and whether any rank calls each of them. An expert that is called with no rows gets a gradient of
+        zeros; an expert that no rank calls gets none. The host waits for the device here.
         """
         exchange, num_experts = self._exchange, self._layer.num_experts
         size, own = exchange.size, num_experts // exchange.size
@@ -160,22 +139,16 @@ class ListedExperts:
         received = torch.tensor([one // 2 for row in mine for one in row], dtype=torch.int64, device=choices.device)
         experts = torch.arange(own, device=choices.device).repeat(size)
         num_received = sum(row[exchange.place] for row in by_rank)
-        way = Way(
-            exchange,
-            self._layer.name,
-            torch.sort(choices, stable=True).indices,
-            by_rank,
-            torch.repeat_interleave(experts, received, output_size=num_received),
-        )
-        return way, [any(row[number] % 2 for row in mine) for number in range(own)]
+        of_rows = torch.repeat_interleave(experts, received, output_size=num_received)
+        return by_rank, of_rows, [any(row[number] % 2 for row in mine) for number in range(own)]
 
-    def _made(self, rows: Tensor, way: Way, is_called: list[bool]) -> Tensor:
+    def _made(self, rows: Tensor, experts: Tensor, is_called: list[bool]) -> Tensor:
         if len(rows):
-            made = self._tried(rows, way.experts)
+            made = self._tried(rows, experts)
         else:
             params = [param for expert in self._own for param in expert.parameters() if param.requires_grad]
             made = NoRows.apply(rows, False, *params)  # type: ignore[no-untyped-call]  # as torch has it
-        present = set(way.experts.tolist())
+        present = set(experts.tolist())
         for number, expert in enumerate(self._own):
             if is_called[number] and number not in present:
                 made = torch.cat([made, expert(rows[:0])])

@@ -161,32 +161,23 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
 _MOST = 4096
 
 
-@dataclass(frozen=True)
-class RegionStart:
-    """The start of a stack's forward. number: of the next autograd node. seed: of shared random numbers."""
-
-    number: int
-    length: int
-    seed: int
-
-
 class RegionStarts:
     """The last starts of stacks. See [Note: the start of a stack]."""
 
     def __init__(self) -> None:
-        self._kept: list[RegionStart] = []  # only starts that differ from the start before
+        self._kept: list[tuple[int, int, int]] = []  # (number of the next autograd node, length, seed)
 
     def note(self, length: int, seed: int) -> None:
-        """Record that a forward of a stack begins."""
-        if not self._kept or (self._kept[-1].length, self._kept[-1].seed) != (length, seed):
-            self._kept.append(RegionStart(torch._C._autograd._get_sequence_nr(), length, seed))
+        """Record that a forward of a stack begins. seed: of random numbers that ranks share."""
+        if not self._kept or self._kept[-1][1:] != (length, seed):  # only starts that differ from the start before
+            self._kept.append((torch._C._autograd._get_sequence_nr(), length, seed))
             del self._kept[:-_MOST]
 
-    def of_recomputed(self) -> RegionStart:
-        """Return the start of the forward whose autograd node runs now."""
+    def of_recomputed(self) -> tuple[int, int]:
+        """Return (length, seed) of the forward whose autograd node runs now."""
         number = torch._C._current_autograd_node()._sequence_nr()
-        at = bisect_right(self._kept, number, key=lambda start: start.number)
-        return self._kept[max(at - 1, 0)]
+        at = bisect_right(self._kept, number, key=lambda start: start[0])
+        return self._kept[max(at - 1, 0)][1:]
 
 
 class PartWatch(TorchFunctionMode):

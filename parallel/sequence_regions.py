@@ -181,7 +181,7 @@ class SequenceParallelRegions:
                 self._randomness.leave_common(stream)
             own = parted(lengthened(hidden, -2, self._padded(length)), self._exchange, hidden.dim() - 2, block.name)
         else:
-            length, own = self._starts.of_recomputed().length if is_again else stream.length, hidden
+            length, own = self._starts.of_recomputed()[0] if is_again else stream.length, hidden
             self._check_follows(stream, block, hidden, length, is_again)
         call, args, kwargs = self._call_of(key, own, length, args, kwargs)
         if id(block.module) not in self._tried and not is_again and not hidden.is_meta:
@@ -325,7 +325,7 @@ class SequenceParallelRegions:
 
     def _seed_of(self, stream: _Stream) -> int:
         """Return the shared seed of a stack's forward, also in its recomputation."""
-        return stream.seed if torch._C._current_graph_task_id() == -1 else self._starts.of_recomputed().seed
+        return stream.seed if torch._C._current_graph_task_id() == -1 else self._starts.of_recomputed()[1]
 
     def _is_part(self, value: Any, at: tuple[int, Any]) -> bool:
         """Return whether an input is a part. at: (module, input); a recomputed block knows no more about its inputs."""
@@ -345,7 +345,7 @@ class SequenceParallelRegions:
                 "parallel.tensor_sequence: expected that split layers run within a forward of their block, found a "
                 f"direct call with {tuple(x.shape)}; call the model, or the block"
             )
-        return self._starts.of_recomputed().length
+        return self._starts.of_recomputed()[0]
 
     def _bring(self, part: Tensor, what: object, is_cut: bool = True) -> tuple[Tensor, Tensor]:
         """Gather all tokens, for columns and for equal use on ranks. Modules with the same input share them."""

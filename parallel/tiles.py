@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -26,23 +26,6 @@ class TilesError(ValueError):
 
 
 @dataclass(frozen=True)
-class Tiled:
-    """The modules that are tiled, and lines for the log."""
-
-    modules: Sequence[tuple[str, nn.Module]]
-    lines: Sequence[str]
-
-    def fault(self, units: Sequence[tuple[str, nn.Module]]) -> str | None:
-        """Return an error text if a ZeRO unit lies inside a tiled module, else None."""
-        for name, module in self.modules:
-            inner = {id(part) for part in module.modules() if part is not module}
-            for unit_name, unit in units:
-                if id(unit) in inner:
-                    return f"unit '{unit_name}' lies in '{name}', which runs once for each tile; make '{name}' the unit"
-        return None
-
-
-@dataclass(frozen=True)
 class Tiles:
     """The section `tiles` of a config. Tokens of a tile, "auto", or 0 for no tiles."""
 
@@ -52,8 +35,13 @@ class Tiles:
     head: str = AUTO
     backend: Backend = "auto"  # kernel of the loss
 
-    def apply(self, model: nn.Module, patches: ModelPatches, warn: Callable[[str], None]) -> Tiled:
-        """Replace the forwards of the chosen modules and the head. Raises TilesError if the model has none."""
+    def apply(
+        self, model: nn.Module, patches: ModelPatches, warn: Callable[[str], None]
+    ) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+        """Replace the forwards of the chosen modules and the head. Raises TilesError if the model has none.
+
+        Returns the chosen modules with their names, and lines for the log.
+        """
         lines = []
         modules = self.token_modules(model) if self.mlp else []
         if modules:
@@ -64,7 +52,7 @@ class Tiles:
             name, head = self.find_head(model)
             ChunkedHead(name, head, _tokens(self.loss), self.backend, patches, warn)
             lines.append(f"tiles: the cross-entropy of '{name}' in tiles of {_said(self.loss)}, without its logits")
-        return Tiled(modules, lines)
+        return modules, lines
 
     def token_modules(self, model: nn.Module) -> list[tuple[str, nn.Module]]:
         """Return the modules that act on each token alone, with their names. Raises TilesError."""

@@ -35,11 +35,11 @@ class AdapterFile:
     model_files: Mapping[str, Any] = field(default_factory=dict)  # name -> JSON content
 
 
-def adapter_files(module: nn.Module, state: NamedState) -> list[AdapterFile]:
+def adapter_files(state: NamedState) -> list[AdapterFile]:
     """Return a file for each adapter. Raise ValueError without adapters, and if PEFT computes a file's content."""
-    configs = getattr(module, "peft_config", None)
+    configs = getattr(state.module, "peft_config", None)
     if isinstance(configs, Mapping) and "peft" in sys.modules:
-        return [_peft_file(module, state, name, config) for name, config in configs.items()]
+        return [_peft_file(state, name, config) for name, config in configs.items()]
     catalog = state.catalog
     if len(catalog.state_keys) == len(catalog.parameters):
         raise ValueError(
@@ -49,9 +49,9 @@ def adapter_files(module: nn.Module, state: NamedState) -> list[AdapterFile]:
     return [AdapterFile("", {name: name for name in catalog.parameters if name in catalog.state_keys})]
 
 
-def _peft_file(module: nn.Module, state: NamedState, adapter: str, config: Any) -> AdapterFile:
+def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
     peft: Any = sys.modules["peft"]
-    catalog = state.catalog
+    module, catalog = state.module, state.catalog
     infos: dict[str, TensorInfo] = {**catalog.parameters, **catalog.buffers}
     stand_ins = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
     name_of = {id(value): name for name, value in stand_ins.items()}
@@ -94,8 +94,9 @@ def _content_of(config: Any, module: Any) -> Any:
 class MergedModel:
     """A PEFT model with its active adapters merged into the base weights, like `merge_and_unload`."""
 
-    def __init__(self, module: nn.Module, state: NamedState) -> None:
+    def __init__(self, state: NamedState) -> None:
         """Raises ValueError if adapters are not PEFT's, or cannot be merged layer by layer."""
+        module: Any = state.module
         peft: Any = sys.modules.get("peft")
         if peft is None or not isinstance(module, peft.PeftModel):
             raise ValueError(

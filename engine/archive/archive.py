@@ -43,12 +43,9 @@ class Archive:
         """
         self.values = FullValues(module, units, optimizer, mesh, frozen.note_changed, note_exact)
         self.named = NamedState(module, units, optimizer, mesh, whole)
-        self.parameters = ParameterValues(units, optimizer, mesh, self.named, frozen.note_changed)
-        self.checkpoints = Checkpointer(config, mesh, module, optimizer, self.named, Frozen(self.named, mesh, frozen))
+        self.parameters = ParameterValues(self.named, frozen.note_changed)
+        self.checkpoints = Checkpointer(config, self.named, Frozen(self.named, frozen))
         self.frozen = frozen
-        self._module = module
-        self._mesh = mesh
-        self._world = mesh.world
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Engine.state_dict`."""
@@ -56,7 +53,7 @@ class Archive:
 
     def export(self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str) -> None:
         """See `Engine.export`."""
-        weights.export(self._module, self.named, self._world, folder, dtype, shard_bytes)
+        weights.export(self.named, folder, dtype, shard_bytes)
 
     def export_adapters(
         self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
@@ -67,35 +64,35 @@ class Archive:
                 f"engine.export(adapters_only=True): expected no shard_bytes, found {shard_bytes!r}, since PEFT reads "
                 "a single file; leave it out"
             )
-        weights.export_adapters(self._module, self.named, self._world, folder, dtype)
+        weights.export_adapters(self.named, folder, dtype)
 
     def export_merged(
         self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
     ) -> None:
         """See `Engine.export`."""
         # parallel.tensor needs no check: each rank merges its part: A or B is split like the weight.
-        split = [name for name in ("pipe", "expert") if self._mesh.axes[name].size > 1]
+        split = [name for name in ("pipe", "expert") if self.named.mesh.axes[name].size > 1]
         if split:
             raise ValueError(
                 f"engine.export(merged=True): expected ranks with whole layers, found layers split by parallel."
                 f"{'pipeline' if split[0] == 'pipe' else split[0]}; export adapters_only, and merge in a single process"
             )
-        weights.export_merged(self._module, self.named, self.values, self._world, folder, dtype, shard_bytes)
+        weights.export_merged(self.named, self.values, folder, dtype, shard_bytes)
 
     def load_state_dict(self, given: Mapping[str, Any], strict: bool) -> None:
         """See `Engine.load_state_dict`."""
-        self.frozen.note_loaded(weights.load_state_dict(self.named, self.values, self._world, given, strict))
+        self.frozen.note_loaded(weights.load_state_dict(self.named, self.values, given, strict))
 
     def swap(self, averages: Averages, shown: bool) -> None:
         """Swap averages and weights on all ranks, and compute all copies again.
 
         shown: whether the averages are now the weights.
         """
-        self._mesh.fence("the end of what reads the weights")
+        self.named.mesh.fence("the end of what reads the weights")
         with torch.no_grad():
             averages.swap(shown)
         self.named.publish()
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool) -> None:
         """See `Engine.load_weights`."""
-        self.frozen.note_loaded(weights.load_weights(self.named, self._world, path, strict))
+        self.frozen.note_loaded(weights.load_weights(self.named, path, strict))

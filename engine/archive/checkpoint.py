@@ -24,11 +24,9 @@ from ...checkpoint.index import LeftOut, Manifest
 from ...checkpoint.reader import CheckpointReader
 from ...checkpoint.values import encode
 from ...checkpoint.writer import Snapshot, write_part
-from ...comm import Mesh
 from ...offload import HostPool, host_is_pinned
 from ...optimizers import OPTIMIZERS
 from ...watch.log import logger
-from ...zero.optimizer import ShardedOptimizer
 from ...zero.parameter_states import StateKey
 from ...zero.sign_update import is_rank_state
 from ..config.config import Config
@@ -69,23 +67,10 @@ class Checkpointer:
     ranges that it needs, whichever rank wrote them. Nothing is gathered. See `checkpoint/`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        module: nn.Module,
-        optimizer: ShardedOptimizer,
-        named: NamedState,
-        frozen: Frozen,
-    ) -> None:
-        self._config = config
-        self._mesh = mesh
-        self._world = mesh.world
-        self._module = module
-        self._optimizer = optimizer
-        self._named = named
-        self._frozen = frozen
-        self._pool = HostPool(pinned=True) if host_is_pinned(mesh.world.device) else None
+    def __init__(self, config: Config, named: NamedState, frozen: Frozen) -> None:
+        self._config, self._named, self._frozen = config, named, frozen
+        self._mesh, self._world, self._optimizer = named.mesh, named.mesh.world, named.optimizer
+        self._pool = HostPool(pinned=True) if host_is_pinned(self._world.device) else None
         self._under_way: tuple[SaveJob, CheckpointFolder, str] | None = None  # the last is the tag
 
     # -- saving ---------------------------------------------------------------------------------------------------
@@ -350,7 +335,7 @@ class Checkpointer:
             left_out=left_out,
             training=training,
             config=self._config.as_dict(),
-            model_files=model_files(self._module, _first_dtype(self._named)),
+            model_files=model_files(self._named.module, _first_dtype(self._named)),
         )
 
     # -- what is loaded -------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...checkpoint.chunk_view import ChunkView, TensorInfo
 from ...checkpoint.index import LeftOut
-from ...comm import Mesh
 from .named_state import NamedState
 
 _ROW_NUMEL = 4096  # elements with separate factors; each row has a factor too
@@ -49,10 +48,8 @@ class FrozenValues:
 class Frozen:
     """The frozen parameters of the whole model. Each method is a collective."""
 
-    def __init__(self, named: NamedState, mesh: Mesh, values: FrozenValues) -> None:
-        self._named = named
-        self._mesh = mesh
-        self._values = values
+    def __init__(self, named: NamedState, values: FrozenValues) -> None:
+        self._named, self._mesh, self._values = named, named.mesh, values
         self.infos: Mapping[str, TensorInfo] = {
             name: info for name, info in named.catalog.parameters.items() if name not in named.catalog.state_keys
         }

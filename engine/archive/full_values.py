@@ -35,7 +35,6 @@ class FullValues:
         note_exact: called when inexact copies of shards were made exact.
         """
         self._module = module
-        self.units = units
         self._groups = [group for unit in units for group in unit.groups]
         self._shards = {id(shard.group): shard for shard in optimizer.shards}
         self._mesh = mesh

@@ -60,11 +60,12 @@ class NamedState:
         whole: UnsplitModel,
     ) -> None:
         """A collective. units: of this rank. whole: describes the model of which `module` is all or a part."""
-        self._module = module
-        self._groups = [group for unit in units for group in unit.groups]
-        self._shards = {id(shard.group): shard for shard in optimizer.shards}
-        self._optimizer = optimizer
-        self._mesh = mesh
+        self.module = module
+        self.units = units
+        self.groups = [group for unit in units for group in unit.groups]
+        self.shards = {id(shard.group): shard for shard in optimizer.shards}
+        self.optimizer = optimizer
+        self.mesh = mesh
         self.whole = whole
         self.catalog = self._own_catalog()
         if not mesh.has_whole:
@@ -77,7 +78,7 @@ class NamedState:
             self.catalog = Catalog(**merged)
 
     def _own_catalog(self) -> Catalog:
-        param_views = [(param_view, group) for group in self._groups for param_view in group.layout.param_views]
+        param_views = [(param_view, group) for group in self.groups for param_view in group.layout.param_views]
         return Catalog(
             {
                 param_view.name: TensorInfo(param_view.tensor_shard.whole, self._dtype_of(group))
@@ -86,30 +87,30 @@ class NamedState:
             {param_view.name: group.plan.dtype for param_view, group in param_views},
             {name: TensorInfo(tuple(buffer.shape), buffer.dtype) for name, buffer in self.buffers().items()},
             self._aliases(),
-            self._optimizer.by_parameter.state_keys,
+            self.optimizer.by_parameter.state_keys,
         )
 
     def _dtype_of(self, group: ShardedGroup) -> torch.dtype:
-        shard = self._shards.get(id(group))
+        shard = self.shards.get(id(group))
         return group.plan.dtype if shard is None else shard.form.master_dtype
 
     @property
     def option_groups(self) -> tuple[tuple[str, ...], ...]:
         """Return the parameter names in each of the optimizer's groups, over the whole model."""
         names = {id(param): name for name, param in self.whole.params.items()}
-        groups = self._optimizer.param_groups
+        groups = self.optimizer.param_groups
         return tuple(tuple(names[id(param)] for param in group["params"] if id(param) in names) for group in groups)
 
     def _aliases(self) -> dict[str, str]:
-        first = {id(param): name for group in self._groups for name, param in group.plan.params}
-        names = self._module.state_dict(keep_vars=True)
+        first = {id(param): name for group in self.groups for name, param in group.plan.params}
+        names = self.module.state_dict(keep_vars=True)
         return {
             name: first[id(value)] for name, value in names.items() if id(value) in first and first[id(value)] != name
         }
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the persistent buffers of this rank's stages, not copies."""
-        state = self._module.state_dict(keep_vars=True)
+        state = self.module.state_dict(keep_vars=True)
         return {
             name: value
             for name, value in state.items()
@@ -119,7 +120,7 @@ class NamedState:
     @property
     def holds_buffers(self) -> bool:
         """Return True on the rank that saves the buffers of its stages."""
-        return self._mesh.is_first
+        return self.mesh.is_first
 
     def weights(self, rounded: bool = False, changes: bool = False, saves: bool = False) -> list[ChunkView]:
         """Return this rank's ranges of the parameters. rounded: in the compute dtype, instead of master weights.
@@ -127,8 +128,8 @@ class NamedState:
         changes: for writing; then the store keeps the changed values. saves: without ranges that replicas save.
         """
         chunk_views = []
-        for group in self._groups:
-            shard = None if rounded else self._shards.get(id(group))
+        for group in self.groups:
+            shard = None if rounded else self.shards.get(id(group))
             if shard is not None and changes:
                 shard.forget_remainders(shard.param_shards)
             for param_shard in group.param_shards if shard is None else shard.param_shards:
@@ -153,9 +154,9 @@ class NamedState:
         """Return this rank's ranges of elementwise optimizer states, as `parameter.state`. saves: as in `weights`."""
         return [
             chunk_view
-            for shard in self._optimizer.shards
+            for shard in self.optimizer.shards
             for param_shard in shard.param_shards
-            for name, memory in self._optimizer.by_parameter.states_of(shard, param_shard, changes).items()
+            for name, memory in self.optimizer.by_parameter.states_of(shard, param_shard, changes).items()
             for chunk_view in chunk_views_of(shard.group, param_shard, f".{name}", memory, saves)
         ]
 
@@ -163,18 +164,18 @@ class NamedState:
         """Return the states that no other rank has."""
         return [
             chunk_view
-            for shard, param_shard, name, values in self._optimizer.by_parameter.rank_states()
+            for shard, param_shard, name, values in self.optimizer.by_parameter.rank_states()
             for chunk_view in chunk_views_of(shard.group, param_shard, f".{name}", values, saves=False)
         ]
 
     def averages(self, saves: bool = False) -> list[ChunkView]:
         """Return this rank's ranges of the averages of master weights, under their names; [] without averages."""
-        averages = self._optimizer.averages
+        averages = self.optimizer.averages
         if averages is None:
             return []
         return [
             chunk_view
-            for shard in self._optimizer.shards
+            for shard in self.optimizer.shards
             for param_shard in shard.param_shards
             for chunk_view in chunk_views_of(shard.group, param_shard, "", averages.of(shard, param_shard), saves)
         ]
@@ -182,16 +183,16 @@ class NamedState:
     @property
     def has_replicas(self) -> bool:
         """Return True if other ranks have the same ranges of anything."""
-        return any(group.axes.replicas.size > 1 for group in self._groups)
+        return any(group.axes.replicas.size > 1 for group in self.groups)
 
     def publish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
         """Bring weights that were changed in place to their computed copies, on all ranks. A collective.
 
         groups: the changed groups; None: all.
         """
-        self._optimizer.flush()
-        groups = self._groups if groups is None else groups
-        for shard in [self._shards[id(group)] for group in groups if id(group) in self._shards]:
+        self.optimizer.flush()
+        groups = self.groups if groups is None else groups
+        for shard in [self.shards[id(group)] for group in groups if id(group) in self.shards]:
             for param_shard in shard.param_shards if shard.form.is_mixed else ():
                 low = param_shard.offset_in_shard
                 own = values_of(part_of(shard.group.own_values(changes=True), low, low + param_shard.numel))
@@ -202,7 +203,7 @@ class NamedState:
         pending = [group.refresh() for group in groups]
         for one in pending:
             one.wait()
-        self._mesh.fence("new parameters")
+        self.mesh.fence("new parameters")
 
 
 def _part_of_full(group: ShardedGroup, param_shard: ParamShard) -> Tensor:

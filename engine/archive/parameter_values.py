@@ -9,13 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ...comm import Mesh
 from ...offload import Memory
 from ...zero.group import ShardedGroup, part_of, values_of
 from ...zero.layout import ParamShard
-from ...zero.optimizer import ShardedOptimizer
 from ...zero.sequence import StateError
-from ...zero.unit import Unit
 from .agreement import no_rank_alone
 from .named_state import NamedState, chunk_views_of
 
@@ -52,21 +49,11 @@ class ParameterValues:
     All ranks must call each method alike, except for local reads. Errors are raised on all ranks, before any change.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        optimizer: ShardedOptimizer,
-        mesh: Mesh,
-        named: NamedState,
-        note_changed: Callable[[Iterable[str]], None],
-    ) -> None:
+    def __init__(self, named: NamedState, note_changed: Callable[[Iterable[str]], None]) -> None:
         """note_changed: called with the names of frozen parameters that the caller has changed."""
-        self._groups = [group for unit in units for group in unit.groups]
-        self._shards = {id(shard.group): shard for shard in optimizer.shards}
-        self._optimizer = optimizer
-        self._mesh = mesh
-        self._named = named
-        self._note_changed = note_changed
+        self._named, self._note_changed = named, note_changed
+        self._groups, self._shards = named.groups, named.shards
+        self._optimizer, self._mesh = named.optimizer, named.mesh
 
     def full(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
         """Return the whole value, of the parameter's shape, on every rank's device. what: the call for users."""

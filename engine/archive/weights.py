@@ -30,9 +30,7 @@ from .named_state import NamedState
 
 
 def export(
-    module: nn.Module,
     state: NamedState,
-    world: World,
     folder: str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
     shard_bytes: int | str = DEFAULT_SHARD_BYTES,
@@ -44,33 +42,26 @@ def export(
     """
     infos = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
-    files = partial(model_files, module, _dtype_of_weights(infos, state))
-    _export(world, folder, plan, files, lambda target: _write(target, plan, state, parse_dtype(dtype), world.rank == 0))
+    files = partial(model_files, state.module, _dtype_of_weights(infos, state))
+    _export(state.mesh.world, folder, plan, files, lambda target: _write(target, plan, state, parse_dtype(dtype)))
 
 
-def export_adapters(
-    module: nn.Module,
-    state: NamedState,
-    world: World,
-    folder: str | os.PathLike[str],
-    dtype: str | torch.dtype | None = None,
-) -> None:
+def export_adapters(state: NamedState, folder: str | os.PathLike[str], dtype: str | torch.dtype | None = None) -> None:
     """Write the adapters alone, as `PeftModel.from_pretrained` reads them. See `export`, `Engine.export`."""
     wanted = parse_dtype(dtype)
     tensors = exported_infos(_tensors_of(state), wanted, state.catalog.compute_dtypes)
+    world = state.mesh.world
     with no_rank_alone(world, "engine.export()"):
-        files = adapter_files(module, state)
+        files = adapter_files(state)
     for file in files:
         plan = WeightsPlan.of_one(FILE, {new: tensors[name] for name, new in file.names.items()})
-        write = partial(_write, plan=plan, state=state, dtype=wanted, is_first=world.rank == 0, names=file.names)
+        write = partial(_write, plan=plan, state=state, dtype=wanted, names=file.names)
         _export(world, Path(folder) / file.folder, plan, partial(dict, file.model_files), write)
 
 
 def export_merged(
-    module: nn.Module,
     state: NamedState,
     values: FullValues,
-    world: World,
     folder: str | os.PathLike[str],
     dtype: str | torch.dtype | None = None,
     shard_bytes: int | str = DEFAULT_SHARD_BYTES,
@@ -79,8 +70,9 @@ def export_merged(
 
     Each rank gathers a unit at a time, with the adapted layers that reach into other units, and merges private copies.
     """
+    world = state.mesh.world
     with no_rank_alone(world, "engine.export()"):
-        model = MergedModel(module, state)
+        model = MergedModel(state)
     tensors = exported_infos(_tensors_of(state), parse_dtype(dtype), state.catalog.compute_dtypes)
     infos = {model.names[name]: info for name, info in tensors.items() if name in model.names}
     plan = WeightsPlan.of(infos, parse_bytes(shard_bytes))
@@ -88,7 +80,7 @@ def export_merged(
     def write(target: ExportFolder) -> None:
         failed: Exception | None = None
         with progress(plan.total_bytes, world.rank == 0) as advance:
-            for unit in values.units:
+            for unit in state.units:
                 own = {name for group in unit.groups for name in group.layout.names}
                 layers = model.layers_of(own)
                 params = [param for group in unit.groups for param in group.params]
@@ -139,13 +131,13 @@ def _export(
         raise
 
 
-def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], strict: bool = True) -> Collection[str]:
+def load_weights(state: NamedState, path: str | os.PathLike[str], strict: bool = True) -> Collection[str]:
     """Load the tensors of safetensors files, or of a checkpoint, into shards, master weights and buffers.
 
     Returns the names of loaded tensors. Each rank reads the ranges of its shards, and all buffers. A collective. See
     `Engine.load_weights`.
     """
-    what = f"load_weights from {display_path(path)}"
+    world, what = state.mesh.world, f"load_weights from {display_path(path)}"
     with all_or_none(world, what, "Nothing was loaded."):
         source = open_source(path)
         buffers = state.buffers()
@@ -172,12 +164,13 @@ def load_weights(state: NamedState, world: World, path: str | os.PathLike[str], 
 
 
 def load_state_dict(
-    state: NamedState, values: FullValues, world: World, given: Mapping[str, Any], strict: bool = True
+    state: NamedState, values: FullValues, given: Mapping[str, Any], strict: bool = True
 ) -> Collection[str]:
     """Load rank 0's tensors into shards, master weights and buffers, and return their names. A collective.
 
     See `Engine.load_state_dict`.
     """
+    world = state.mesh.world
     with no_rank_alone(world, "engine.load_state_dict()"):
         own = {name: TensorInfo(tuple(v.shape), v.dtype) for name, v in given.items() if isinstance(v, Tensor)}
     found = world.broadcast_object(own)
@@ -309,7 +302,6 @@ def _write(
     plan: WeightsPlan,
     state: NamedState,
     dtype: torch.dtype | None,
-    is_first: bool,
     names: Mapping[str, str] | None = None,
 ) -> None:
     """Write this rank's part of all files, in file order; a rank of each stage writes its buffers.
@@ -324,7 +316,7 @@ def _write(
     places = plan.places
     chunk_views.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
     own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in chunk_views)
-    with progress(own_bytes, is_first) as advance:
+    with progress(own_bytes, state.mesh.world.rank == 0) as advance:
         target.write(chunk_views, advance)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -16,7 +16,7 @@ from ...model.blocks import find_blocks
 from ...model.compiled import Compiled
 from ...model.float8 import MULTIPLE, linear_layers, use_float8, why_impossible
 from ...model.patches import ModelPatches
-from ...parallel.tiles import Tiled, Tiles, TilesError
+from ...parallel.tiles import Tiles, TilesError
 from ...watch.log import logger
 from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
@@ -25,6 +25,8 @@ from ..config.kernels import FUSION_NAMES, KERNEL_NAMES
 from .given_model import Model, Values, check_model, check_ranks_agree, module_and_values, take
 from .model_flops import ModelFlops
 from .sequences import check_sequences
+
+NamedModules = Sequence[tuple[str, nn.Module]]
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
@@ -133,34 +135,40 @@ def tiles_of(config: Config) -> Tiles:
     return Tiles(wanted.mlp, wanted.loss, wanted.modules, wanted.head, backend)
 
 
-def tile_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> Tiled:
-    """Put tiles on the model, and log them on rank 0. Raises ConfigError if the model has nothing to tile."""
+def tile_modules(module: nn.Module, config: Config, world: World, patches: ModelPatches) -> NamedModules:
+    """Put tiles on the model, and log them on rank 0. Raises ConfigError if the model has nothing to tile.
+
+    Returns the modules in tiles, with their names.
+    """
 
     def warn(text: str) -> None:
         if world.rank == 0:
             logger.warning("%s", text)
 
     try:
-        tiled = tiles_of(config).apply(module, patches, warn)
+        tiled, lines = tiles_of(config).apply(module, patches, warn)
     except TilesError as error:
         raise ConfigError([Fault(f"tiles.{error.key}", "conflict", error.message)]) from error
     if world.rank == 0:
-        for line in tiled.lines:
+        for line in lines:
             logger.info("%s", line)
     return tiled
 
 
-def check_units(tiled: Tiled, blueprint: Blueprint) -> None:
+def check_units(tiled: NamedModules, blueprint: Blueprint) -> None:
     """Raise ConfigError if a unit, or experts that ranks share, lie inside a tiled module."""
     for block in () if blueprint.experts is None else blueprint.experts.blocks:
-        if outer := next((name for name, module in tiled.modules if block in set(module.modules())), None):
+        if outer := next((name for name, module in tiled if block in set(module.modules())), None):
             message = (
                 f"'{outer}' holds experts that ranks share: it would exchange tokens for each tile, but numbers of "
                 "tiles may differ between ranks; leave it out, or set parallel.expert to 1"
             )
             raise ConfigError([Fault("tiles.modules", "conflict", message)])
-    if fault := tiled.fault([(unit.name, unit.module) for unit in blueprint.units if not unit.is_root]):
-        raise ConfigError([Fault("zero_optimization.units", "conflict", fault)])
+    for name, module in tiled:
+        inner = {id(part) for part in module.modules() if part is not module}
+        if unit := next((one for one in blueprint.units if not one.is_root and id(one.module) in inner), None):
+            message = f"unit '{unit.name}' lies in '{name}', which runs once for each tile; make '{name}' the unit"
+            raise ConfigError([Fault("zero_optimization.units", "conflict", message)])
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ class PreparedModel:
     values: Values
     patches: ModelPatches
     compiled: Compiled
-    tiled: Tiled
+    tiled: NamedModules
     flops: ModelFlops | None
 
     @classmethod

@@ -84,9 +84,7 @@ class MetaRun:
         patches = ModelPatches()
         tracker = Tracker([*self._model.parameters(), *self._model.buffers()], self._results)
         counter = _PartCounter(tracker, self._of_units)
-        tiled = frozenset(
-            id(module) for _, module in self._tiles.apply(self._model, patches, lambda text: None).modules
-        )
+        tiled = frozenset(id(module) for _, module in self._tiles.apply(self._model, patches, lambda text: None)[0])
         try:
             split = SplitModel(self._splits, self._plans, self._model, self._device, tiled, tracker, patches)
             part = split.part(batch, rows, self._loss_fn is None)

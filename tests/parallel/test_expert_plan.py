@@ -15,7 +15,6 @@ from lowtide.offload import TensorShard
 from lowtide.parallel.experts import ExpertLayout, ExpertPlan
 from lowtide.parallel.plan import TensorPlan
 from lowtide.parallel.sequence_data import check_model
-from lowtide.parallel.tiles import Tiled
 from tests.kit import models
 from tests.kit.training import refusal
 from tests.parallel import models_of_others as others
@@ -112,7 +111,7 @@ def blueprint_of(model: nn.Module, num_ranks: int, stage: int = 0) -> Blueprint:
 
 def test_experts_in_tiles_and_a_loss_of_routers_beside_sequences_are_refused() -> None:
     model, router_loss = Wrapped(), others.plain_mixtral()
-    text = refusal(check_units, Tiled([("mlp", model.mlp)], []), blueprint_of(model, 2))
+    text = refusal(check_units, [("mlp", model.mlp)], blueprint_of(model, 2))
     assert "tiles.modules: 'mlp' holds experts that ranks share" in text
     router_loss.config.output_router_logits = True  # type: ignore[union-attr]
     text = refusal(check_model, router_loss)

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..offload import allocate_host
 from .chunk_view import ChunkView, TensorInfo, TensorSource
 from .files import INDEX, folder_path
-from .safetensors_files import CHUNK_BYTES, WeightsPlan
+from .safetensors_files import CHUNK_BYTES, WeightsPlan, pieces_in
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 READ_BYTES = 16 << 20  # of a source at a time: several of its 4 MiB chunks, since edge chunks are read twice
@@ -114,8 +114,13 @@ class ExportFolder:
             path = self._unfinished / file
             with _opened(path) as descriptor:
                 for chunk_view in group:
+                    place = self._places[chunk_view.name]
                     with _named(path):
-                        self._write_chunk_view(descriptor, chunk_view, staging, advance)
+                        for values, written, offset in pieces_in(place, chunk_view, staging):
+                            if written is not values:
+                                written.copy_(values)
+                            _write_all(descriptor, written, offset)
+                            advance(written.nbytes)
 
     def publish(self) -> None:
         """Move the files to their names, the index last, and remove files of an earlier export."""
@@ -144,23 +149,6 @@ class ExportFolder:
         shutil.rmtree(self._unfinished, ignore_errors=True)
         if self._made_folder and self.folder.is_dir() and not any(self.folder.iterdir()):
             self.folder.rmdir()
-
-    def _write_chunk_view(self, descriptor: int, chunk_view: ChunkView, staging: Tensor, advance: Advance) -> None:
-        """staging: (CHUNK_BYTES,) uint8, for values that need a cast or a copy from a device."""
-        place = self._places[chunk_view.name]
-        dtype = place.info.dtype
-        values = chunk_view.values.detach()
-        is_direct = values.dtype == dtype and values.device.type == "cpu"
-        step = CHUNK_BYTES // dtype.itemsize
-        done = 0
-        for start, end in chunk_view.flat_ranges():
-            for low in range(start, end, step):
-                chunk = values[done : done + min(step, end - low)]
-                done += chunk.numel()
-                if not is_direct:
-                    chunk = staging.view(dtype)[: chunk.numel()].copy_(chunk)
-                _write_all(descriptor, chunk, place.offset + low * dtype.itemsize)
-                advance(chunk.nbytes)
 
 
 def export_source(

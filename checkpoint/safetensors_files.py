@@ -14,7 +14,7 @@ import math
 import os
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,30 +196,36 @@ class SafetensorsSource:
     def _fill(self, descriptor: int, chunk_view: ChunkView, staging: Tensor) -> None:
         """staging: (CHUNK_BYTES,) uint8, for values that cannot be read directly into the view."""
         place = self._places[chunk_view.name]
-        dtype = place.info.dtype
-        values = chunk_view.values.detach()
-        is_direct = values.dtype == dtype and values.device.type == "cpu"
-        step = CHUNK_BYTES // dtype.itemsize
-        done = 0
-        for start, end in chunk_view.flat_ranges():
-            for low in range(start, end, step):
-                part = values[done : done + min(step, end - low)]
-                done += part.numel()
-                target = part if is_direct else staging.view(dtype)[: part.numel()]
-                self.bytes_read += _read_into(descriptor, target, place, low)
-                if not is_direct:
-                    part.copy_(target)
+        for part, target, offset in pieces_in(place, chunk_view, staging):
+            self.bytes_read += _read_into(descriptor, target, place.file, offset)
+            if target is not part:
+                part.copy_(target)
 
 
-def _read_into(descriptor: int, target: Tensor, place: TensorPlace, start: int) -> int:
-    """Fill a CPU tensor of the file's dtype with the elements from `start`. Returns the number of bytes."""
+def pieces_in(place: TensorPlace, chunk_view: ChunkView, staging: Tensor) -> Iterator[tuple[Tensor, Tensor, int]]:
+    """Yield each contiguous piece of a view in a file, of at most CHUNK_BYTES: values, the same memory in the form of
+    the file, and its offset in the file.
+
+    The second is `staging` if the values have another dtype or are on a device: (CHUNK_BYTES,) uint8.
+    """
+    dtype, values, done = place.info.dtype, chunk_view.values.detach(), 0
+    is_direct = values.dtype == dtype and values.device.type == "cpu"
+    step = CHUNK_BYTES // dtype.itemsize
+    for start, end in chunk_view.flat_ranges():
+        for low in range(start, end, step):
+            part = values[done : done + min(step, end - low)]
+            done += part.numel()
+            yield part, part if is_direct else staging.view(dtype)[: part.numel()], place.offset + low * dtype.itemsize
+
+
+def _read_into(descriptor: int, target: Tensor, file: str, offset: int) -> int:
+    """Fill a CPU tensor with the bytes from `offset`. Returns the number of bytes."""
     memory = target.view(torch.uint8).numpy().data
-    offset = place.offset + start * target.itemsize
     done = 0
     while done < len(memory):
         count = os.preadv(descriptor, [memory[done:]], offset + done)
         if not count:
-            raise OSError(f"'{place.file}' was truncated: it ends at byte {offset + done}, inside a tensor")
+            raise OSError(f"'{file}' was truncated: it ends at byte {offset + done}, inside a tensor")
         done += count
     return done
 

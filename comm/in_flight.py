@@ -9,6 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -16,6 +18,8 @@ from ..watch.progress import Progress
 from ..watch.record import NUM_CHANNELS
 from .errors import CollectiveError, ErrorBroadcast, no_answer
 from .world import World
+
+T = TypeVar("T")
 
 NUM_RECORDED = NUM_CHANNELS - 1  # the progress record keeps its last channel for the world
 _LENGTH = 4
@@ -44,33 +48,28 @@ class InFlight:
 
         The first operation between two ranks may block until the other rank connects.
         """
-        started = time.monotonic()
-        if self._collective_watchdog.is_on:
-            self._collective_watchdog.begin(what, others, self._compare, waits=False)
-        try:
-            work = make()
-        except RuntimeError as error:  # the peer closed the connection
-            raise self._error(what, others, started, error) from error
-        finally:
-            if self._collective_watchdog.is_on:
-                self._collective_watchdog.end()
+        work = self._guarded(make, what, others, waits=False)
         assert work is not None
         return work
 
     def wait(self, work: dist.Work, what: str, others: Sequence[int]) -> None:
         """Wait until the current stream may use the result. Raises CollectiveError."""
-        started = time.monotonic()
-        if self._collective_watchdog.is_on:
-            self._collective_watchdog.begin(what, others, self._compare, waits=True)
-        try:
-            work.wait(*self._timeout)
-        except RuntimeError as error:
-            raise self._error(what, others, started, error) from error
-        finally:
-            if self._collective_watchdog.is_on:
-                self._collective_watchdog.end()
+        self._guarded(partial(work.wait, *self._timeout), what, others, waits=True)
         if self._collective_watchdog.is_on:
             self._collective_watchdog.check()
+
+    def _guarded(self, act: Callable[[], T], what: str, others: Sequence[int], waits: bool) -> T:
+        """Call torch under the watchdog, and explain its errors."""
+        started, watchdog = time.monotonic(), self._collective_watchdog
+        if watchdog.is_on:
+            watchdog.begin(what, others, self._compare, waits)
+        try:
+            return act()
+        except RuntimeError as error:  # also if the peer closed the connection before the operation began
+            raise self._error(what, others, started, error) from error
+        finally:
+            if watchdog.is_on:
+                watchdog.end()
 
     def _error(self, what: str, others: Sequence[int], started: float, error: RuntimeError) -> CollectiveError:
         if self._collective_watchdog.error is not None:

@@ -98,8 +98,25 @@ class FullValues:
     @contextmanager
     def modified(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """Do `gathered`; changes reach shards and master weights at the end, unless an error ends the context."""
-        with self._full(params, lambda: True) as (groups, wanted), self._private_copies(groups, wanted):
-            yield
+        with self._full(params, lambda: True) as (groups, wanted):
+            self._copy(groups, wanted)  # the full buffer may be memory that ranks share
+            try:
+                yield
+            except BaseException:
+                for group in groups:
+                    self._drop_copies(group)
+                raise
+            self._mesh.world.barrier()  # another rank may still copy from the shared memory
+            with torch.no_grad():
+                for group in groups:
+                    if id(group) not in self._shards:
+                        self._note_changed(_changed(group))
+                    for index, param in enumerate(group.params):
+                        if not wanted or id(param) in wanted:
+                            self._write_own(group, index, param.data)
+                    self._drop_copies(group)
+                    group.refresh().wait()
+            self._mesh.fence("the end of a change of parameters")
 
     @contextmanager
     def copied(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
@@ -201,28 +218,6 @@ class FullValues:
             "it: use engine.gathered(parameter, modify=True), and change it on every rank alike (or GatheredParameters"
             "(parameter, modifier_rank=0), which takes that rank's values). Load the old values again if you need them"
         )
-
-    @contextmanager
-    def _private_copies(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> Iterator[None]:
-        """Make parameters private copies inside: the full buffer may be memory that ranks share."""
-        self._copy(groups, wanted)
-        try:
-            yield
-        except BaseException:
-            for group in groups:
-                self._drop_copies(group)
-            raise
-        self._mesh.world.barrier()  # another rank may still copy from the shared memory
-        with torch.no_grad():
-            for group in groups:
-                if id(group) not in self._shards:
-                    self._note_changed(_changed(group))
-                for index, param in enumerate(group.params):
-                    if not wanted or id(param) in wanted:
-                        self._write_own(group, index, param.data)
-                self._drop_copies(group)
-                group.refresh().wait()
-        self._mesh.fence("the end of a change of parameters")
 
     def _copy(self, groups: Sequence[ShardedGroup], wanted: set[int]) -> None:
         for group in groups:

@@ -90,7 +90,8 @@ PLANNED_BESIDE = (  # planned with a key of PLANNED; alone, their "auto" means t
 )
 
 
-REMOVED = {  # removed section -> (its switch, off if null; what to use instead)
+REMOVED = {  # removed section or key -> (a section's switch, off if null; what to use instead)
+    "kernels.layer_norm": ("", "torch's own layer norm is a single kernel; remove the key"),
     "outer": (
         "every",
         "for DiLoCo use torchft (https://github.com/meta-pytorch/torchft), and remove the section",
@@ -305,7 +306,7 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
 
 
 def _removed(here: str, value: object) -> str | Fault:
-    """Answer a removed section: a note if it is off, as in files that a plan wrote, else a fault."""
+    """Answer a removed section or key: a note if it is off, as in files that a plan wrote, else a fault."""
     switch, instead = REMOVED[here]
     if value is None or (isinstance(value, dict) and value.get(switch) is None):
         return f"{here}: {quoted(value)} has no effect here: it was removed; {instead}"

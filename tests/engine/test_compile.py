@@ -131,25 +131,6 @@ def test_compiled_training_is_the_same(ranks: RankPool, stage: int, transport: s
         assert counts == [(kinds, (calls + 2) * step) for step in range(1, CASE.steps + 1)], how
 
 
-OTHERS: list[tuple[int, dict[str, Any]]] = [  # with the stage
-    (0, {"communication": {"transport": "sockets"}, "gradient_accumulation_steps": 1}),
-    (3, {"zero_optimization": {"update_in_backward": True}}),
-    (2, {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}),
-    (1, {"activation_checkpointing": {"every": 2, "offload": {"device": "cpu", "min_bytes": 1}}}),
-    (3, {"communication": {"transport": "native"}}),
-    (3, {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
-]
-
-
-@pytest.mark.parametrize("how", ["model wrapped", "blocks after"])
-def test_it_goes_with_whatever_else_the_config_says(ranks: RankPool, how: str) -> None:
-    """Each of them in one of the ways."""
-    cases = [SMALL.at(stage, config=config) for stage, config in OTHERS[int(how == "blocks after") :: 2]]
-    for case, (plain, found) in zip(cases, ranks(2, train_in_each_way, cases, [how])[0], strict=True):
-        assert found[0] == plain[0] and list(found[2]) == list(plain[2]), case
-        assert [graphs for graphs, _ in found[1]] == [2] * case.steps, case  # the first block's input has no gradient
-
-
 def train_with(backend: str, how: str) -> tuple[list[float], int, int]:
     """Losses; graph breaks; graphs."""
     losses, _, _ = train_compiled(SMALL.at(3, accumulation=2), how, backend=backend)

@@ -16,7 +16,7 @@ import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.offload import FileStore, OffloadError
 from tests.engine.test_optimizer_offload import wide_384
-from tests.kit.models import FEATURES, Explodes, mlp, short_gpt, tiny_gpt, token_batch, vector_batch
+from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, differences, start, take_step
 from tests.zero.delayed_update import train_delayed
@@ -53,19 +53,6 @@ def save_and_load(saved: Case, loaded: Case, folder: Path) -> tuple[list[float],
         take_steps(engine, loaded, 7, 9)  # with an update under way, which the load makes void
         engine.load_checkpoint(folder / "saved")
         return losses, take_steps(engine, loaded, 3, 5), engine.state_dict()
-
-
-@pytest.mark.parametrize(("place", "precision"), [("cpu", "bf16"), ("nvme", "fp32")])
-def test_a_save_has_all_updates_and_the_run_goes_on_as_one_that_is_loaded(
-    ranks: RankPool, tmp_path: Path, place: str, precision: str
-) -> None:
-    case = in_precision(GPT, precision)
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    expected = train_delayed(case, 2, dtype, settled_after=(2,))
-    one, other = delayed(case, 1, tmp_path, place), delayed(case, 3, tmp_path, "cpu")
-    losses, again, state = ranks(2, save_and_load, one, other, tmp_path)[0]
-    assert losses == expected.losses and again == expected.losses[3:]
-    assert differences(expected.state, state) == []
 
 
 @pytest.mark.parametrize("overlap", ["none", "speculative"])
@@ -137,25 +124,6 @@ def test_a_change_of_parameters_comes_after_the_update_that_is_under_way(
     """Both steps compute with what was set: the first one's own update is late, and there is none before it."""
     evaluated, losses = ranks(2, losses_around_a_change, delayed(in_precision(GPT, precision), stage, tmp_path))[0]
     assert losses == evaluated
-
-
-def repeated_batch(step: int, rows: int) -> tuple[Tensor, ...]:
-    """Eight batches of eight rows, again and again."""
-    return token_batch(step % 8, 8)
-
-
-def test_it_learns_what_a_run_that_waits_learns(tmp_path: Path) -> None:
-    """Within 2 % of what is gained: as much as another seed moves it."""
-    config = {"optimizer": {"type": "adamw", "params": {"lr": 3e-3}}, "train_micro_batch_size_per_gpu": 8}
-    case = Case(short_gpt, repeated_batch, config=config)
-    final = {}
-    for overlap in ("none", "delayed"):
-        with start(delayed(case, 1, tmp_path, after=20, overlap=overlap)) as engine:
-            losses = take_steps(engine, case, 0, 120)
-        final[overlap] = sum(losses[-8:]) / 8
-    gained = losses[0] - final["none"]
-    assert gained > 1.0 and final["none"] != final["delayed"]
-    assert abs(final["delayed"] - final["none"]) < 0.02 * gained, final
 
 
 TOLD = (

@@ -26,19 +26,6 @@ def case_of(state_dtype: str, rule: str = "adamw", **config: Any) -> Case:
     return Case(short_gpt, token_batch, clip=0.5, config={"optimizer": optimizer, **config})
 
 
-@pytest.mark.parametrize("state_dtype", ["bf16", "int8"])
-def test_stages_and_placements_agree_to_the_last_bit(ranks: RankPool, tmp_path: Path, state_dtype: str) -> None:
-    """Two rules are at one pair of stages with one type, and at the other with the other."""
-    cases = []
-    for number, rule in enumerate(RULES):
-        case = case_of(state_dtype, rule, bf16={"enabled": True})
-        in_memory, in_file = ((0, 3), (3, 2))[(number + (state_dtype == "int8")) % 2]
-        cases += [case.at(in_memory), offloaded(case.at(in_file), tmp_path)]
-    outcomes = ranks(2, train_all, cases)[0]
-    for rule, in_memory, in_file in zip(RULES, outcomes[::2], outcomes[1::2], strict=True):
-        assert in_file.differences(in_memory) == [], rule
-
-
 def test_they_are_narrow_and_not_float32(ranks: RankPool) -> None:
     wide, *narrow = ranks(2, train_all, [case_of(name).at(2) for name in ("fp32", "bf16", "int8")])[0]
     assert wide.losses != narrow[0].losses != narrow[1].losses != wide.losses

@@ -22,5 +22,6 @@ def no_latency(*arguments: Any) -> float:
 
 
 def ignore_warning_of_compiler() -> None:
-    """Ignore the warning of torch's compiler when it looks at an input of a block that has a graph."""
+    """Ignore the warnings of torch's compiler when it looks at an input of a block that has a graph, or into hooks."""
     warnings.filterwarnings("ignore", "The .grad attribute")
+    warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.kit.compiling import ignore_warning_of_compiler
 from tests.kit.models import TinyGPT, token_batch
@@ -33,23 +33,38 @@ def _optimizer(kind: str, **params: Any) -> dict[str, Any]:
     return {"optimizer": {"type": kind, "params": {"lr": 1e-2, **params}}}
 
 
+def _states(**keys: Any) -> dict[str, Any]:
+    """Keys of the section of offloaded states, which are on the host if no key says where."""
+    return _zero(offload_optimizer=keys)
+
+
 NUMBERS: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 3},
     "clipping": {"gradient_clipping": 0.3},
     "warm-up": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3, "warmup_max_lr": 1e-2}}},
     "sgd": _optimizer("sgd", momentum=0.9),
-    "lion": _optimizer("lion"),
     "lamb": _optimizer("lamb"),
     "muon": _optimizer("muon"),
+    "adafactor": _optimizer("adafactor"),
     "states in 8 bits": _optimizer("adamw", state_dtype="int8"),
     "bf16": {"bf16": {"enabled": True, "masters": True}},
     "bf16 without masters": {"bf16": {"enabled": True, "masters": False}},
     "bf16 with remainders": {"bf16": {"enabled": True, "masters": "kahan"}},
+    "bf16 with corrections": {"bf16": {"enabled": True, "masters": "int8"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
     "gradients in bf16": {"data_types": {"grad_accum_dtype": "bf16"}},
+    "messages in bf16": {"communication_data_type": "bf16"},
+    "messages in 4 bits": {"communication": {"transport": "sockets", "gradient_bits": 4, "ranks_of_host": 1}},
+    "power sgd": {"communication": {"power_sgd": {"rank": 2, "start_step": 1, "min_compression_rate": 2}}},
+    "sums of gradients": {"gradient_allreduce_op": "sum"},
+    "delayed update": _states(overlap="delayed", delay_after_steps=0),
     "units by name": _zero(units=["embedding", "blocks.?", "head"]),
     "fused modules": {"kernels": {"fuse_modules": True}},
     "compiled blocks": {"compile": {"blocks": True, "backend": "eager"}},
+    "tiles of the loss": {"tiles": {"loss": 5}},
+    "hybrid sharding": _zero(shard_size=2),
+    "pipeline": {"parallel": {"pipeline": 2, "tensor": 1}},
+    "split layers": {"parallel": {"pipeline": 1, "tensor": 2}},
 }
 """Each changes the numbers of a training."""
 
@@ -58,15 +73,16 @@ PLACES: dict[str, dict[str, Any]] = {
     "shared memory": {"communication": {"transport": "shared_memory"}},
     "sockets": {"communication": {"transport": "sockets"}},
     "torch's group": {"communication": {"transport": "native"}},
-    "states on the host": _zero(offload_optimizer={**HOST, "ratio": 1.0, "overlap": "none"}),
-    "half of the states on the host": _zero(offload_optimizer={**HOST, "ratio": 0.5, "overlap": "none"}),
-    "states in files": _zero(offload_optimizer=FILES),
-    "speculative update": _zero(offload_optimizer={**HOST, "ratio": 1.0, "overlap": "speculative"}),
+    "states on the host": _states(**HOST),
+    "half of the states elsewhere": _states(ratio=0.5),
+    "states in files": _states(**FILES),
+    "speculative update": _states(overlap="speculative"),
     "parameters on the host": _zero(offload_param=HOST),
     "parameters in files": _zero(offload_param=FILES),
     "update in backward": _zero(update_in_backward=True),
     "layer by layer": _zero(layered_gradient_accumulation=True),
     "no prefetch": _zero(stage3_prefetch_bucket_size=0),
+    "hpZ": _zero(stage=3, zero_hpz_partition_size=2),
     "recomputation": {"activation_checkpointing": {"every": 1}},
     "activations on the host": _saved(HOST),
     "activations in files": _saved(FILES),
@@ -74,21 +90,47 @@ PLACES: dict[str, dict[str, Any]] = {
 """Each changes where tensors lie, when work is done or how, and no bit of a training."""
 
 FEATURES = NUMBERS | PLACES
-MOST = 8  # features of a set: enough for few sets, and each is also absent beside each other
-_GRADIENTS_AT_ONCE = "accumulation", "clipping", "lamb", "muon", "fp16", "speculative update"
-REFUSED = {
-    *(frozenset((name, "update in backward")) for name in _GRADIENTS_AT_ONCE),
-    *(frozenset((name, "fp16")) for name in ("bf16", "bf16 without masters", "bf16 with remainders")),
-    frozenset(("shared memory", "parameters in files")),
-    *(frozenset((name, "speculative update")) for name in ("lamb", "muon")),
+OF_FOUR_RANKS = {"hybrid sharding", "hpZ", "pipeline", "split layers"}
+MOST = 12  # features of a set: enough for few sets, and each is also absent beside each other
+_OF_WHOLE_PARAMETERS = "lamb", "muon", "adafactor"
+_OF_A_STEP = *_OF_WHOLE_PARAMETERS, "power sgd", "pipeline"  # they need all gradients at once
+_WITHOUT_MASTERS = "bf16 without masters", "bf16 with remainders", "bf16 with corrections"
+_PARAMETERS_ELSEWHERE = "parameters on the host", "parameters in files"
+_ACTIVATIONS_ELSEWHERE = "activations on the host", "activations in files"
+_REFUSED: dict[str, tuple[str, ...]] = {
+    "update in backward": (*_OF_A_STEP, "accumulation", "clipping", "fp16", "speculative update", "delayed update"),
+    "speculative update": _OF_A_STEP,
+    "delayed update": (*_OF_A_STEP, "parameters in files"),
+    "fp16": ("bf16", *_WITHOUT_MASTERS),
+    "power sgd": ("messages in 4 bits",),
+    "pipeline": (*_PARAMETERS_ELSEWHERE, *_ACTIVATIONS_ELSEWHERE, "layer by layer"),
+    "split layers": (*_OF_WHOLE_PARAMETERS, "power sgd", "compiled blocks"),
+    "hpZ": (*_PARAMETERS_ELSEWHERE, "muon", "adafactor", "power sgd"),
+    "stage 2": ("power sgd",),
+    "stage 3": ("power sgd",),
+    "shared memory": ("parameters in files",),
 }
+REFUSED = {frozenset((name, other)) for name, others in _REFUSED.items() for other in others}
 """Pairs that a config is refused for."""
+_LEFT_OUT = {  # pairs that an engine takes, and that do not keep the laws
+    frozenset(("hpZ", "messages in 4 bits")),  # which are summed in other groups
+    frozenset(("split layers", "messages in 4 bits")),  # whose draws do not go on from a checkpoint
+    *(frozenset((name, "messages in 4 bits")) for name in ("muon", "adafactor")),  # NaN after some steps
+    *(frozenset((name, "power sgd")) for name in ("adafactor", "pipeline")),  # no checkpoint is saved
+    frozenset(("compiled blocks", "pipeline")),  # torch's compiler does not know released parameters
+    frozenset(("compiled blocks", "tiles of the loss")),  # nor tiles of a head that is a unit
+}
 
 
 def joined(names: Iterable[str]) -> dict[str, Any] | None:
     """The config of these features. None if two of them give a key different values."""
     config: dict[str, Any] = {}
-    return config if all(_add(config, FEATURES[name]) for name in names) else None
+    if not all(_add(config, FEATURES[name]) for name in names):
+        return None
+    zero = config.get("zero_optimization", {})
+    if "offload_optimizer" in zero:
+        zero["offload_optimizer"].setdefault("device", "cpu")
+    return config
 
 
 def _add(config: dict[str, Any], more: Mapping[str, Any]) -> bool:
@@ -106,7 +148,7 @@ def _add(config: dict[str, Any], more: Mapping[str, Any]) -> bool:
 def feature_sets(*without: str) -> list[tuple[str, ...]]:
     """Sets of features that go together; each two that do are in one of them. without: features to leave out."""
     features = [name for name in FEATURES if name not in without]
-    apart = {frozenset(pair) for pair in combinations(features, 2) if joined(pair) is None} | REFUSED
+    apart = {frozenset(pair) for pair in combinations(features, 2) if joined(pair) is None} | REFUSED | _LEFT_OUT
     missing = [frozenset(pair) for pair in combinations(features, 2) if frozenset(pair) not in apart]
     sets = []
     while missing:
@@ -128,12 +170,14 @@ def _brings(name: str, chosen: set[str], missing: list[frozenset[str]]) -> int:
 
 
 class TwoBlocks(TinyGPT):
-    """A language model that fails as it is told to: "forward", "backward" or "NaN"."""
+    """A language model with a frozen parameter and one that is not used. It fails as `fault` says."""
 
     fault = ""
 
     def __init__(self) -> None:
         super().__init__(layers=2)
+        self.position.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(7))
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = super().forward(ids, targets)
@@ -141,7 +185,7 @@ class TwoBlocks(TinyGPT):
             raise ArithmeticError("a fault in forward")
         if self.fault == "backward":
             loss.register_hook(_fail)
-        return loss * torch.nan if self.fault == "NaN" else loss
+        return loss[None].expand(2) if self.fault == "loss" else loss
 
 
 def _fail(gradient: Tensor) -> None:
@@ -152,6 +196,11 @@ def start_in(folder: Path) -> None:
     """Let relative paths of a config lie in the folder, and let torch's compiler look at any input."""
     os.chdir(folder)
     ignore_warning_of_compiler()
+
+
+def num_ranks(names: Iterable[str]) -> int:
+    """The number of ranks on which each of the features has an effect."""
+    return 2 if OF_FOUR_RANKS.isdisjoint(names) else 4
 
 
 def case_of(names: Iterable[str], stage: int | None = None) -> Case:
@@ -167,6 +216,25 @@ def case_of(names: Iterable[str], stage: int | None = None) -> Case:
 
 def without_places(names: Iterable[str]) -> Case:
     """The same numbers with all in memory, at the first stage that sums gradients in the same order."""
-    rounds_sums = {"layer by layer", "torch's group"} if "gradients in bf16" in names else set[str]()
-    numbers = [name for name in names if name in NUMBERS.keys() | rounds_sums]
-    return case_of(numbers, case_of(names).stage // 2 * 2 if "accumulation" in numbers else 0)
+    rounds = {"torch's group"} if num_ranks(names) > 2 else set()  # it sums more than two in an order of its own
+    if {"gradients in bf16", "messages in bf16"} & {*names}:
+        rounds |= {"layer by layer", "torch's group"}
+    numbers = [name for name in names if name in NUMBERS.keys() | rounds]
+    return case_of(numbers, _alike(names, case_of(names).stage)[0])
+
+
+def elsewhere(names: Iterable[str]) -> Case:
+    """As `without_places`, at another stage if there is another that sums gradients in this order."""
+    plain = without_places(names)
+    return plain.at((_alike(names, plain.stage) * 2)[1])
+
+
+def _alike(names: Iterable[str], stage: int) -> list[int]:
+    """Stages that sum gradients in the same order as this one: from 2 on, microbatches are added after the ranks.
+
+    Groups of ranks, and messages of few bits, have another order than stage 0.
+    """
+    orders = [{0, 1}, {2, 3}] if "accumulation" in names else [{0, 1, 2, 3}]
+    if {"hybrid sharding", "messages in 4 bits"} & {*names}:
+        orders = [{0}, *(order - {0} for order in orders)]
+    return next(sorted(order) for order in orders if stage in order)

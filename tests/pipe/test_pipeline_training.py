@@ -173,20 +173,15 @@ def laws(num_ranks: int, folder: Path) -> dict[str, list[Case]]:
     whole = written(with_steps(complete(schedule, gathers=True)), folder, "all")
     if num_ranks == 2:
         named = ["zb-v", whole, written(schedule, folder, "compute"), written(complete(schedule), folder, "messages")]
-        drive = {"offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}}
         again: tuple[dict[str, Any], ...] = ({}, {"activation_checkpointing": {"every": 1}})
         return {
             "a schedule from a file": [pipelined(PLAIN.at(0, steps=1), 2, name) for name in named],
-            "blocks that are recomputed": [pipelined(TIED, 2, "1f1b", **config) for config in again],
-            "and in halves": [pipelined(TIED, 2, "zb-v", **config) for config in again],
-            "states on a drive": [pipelined(TIED.at(3), 2, "1f1b", zero_optimization=zero) for zero in ({}, drive)],
+            "blocks that are recomputed in halves": [pipelined(TIED, 2, "zb-v", **config) for config in again],
         }
-    one = TIED.at(0, accumulation=1)
     budgets: tuple[dict[str, int], ...] = ({}, {"stage3_max_live_parameters": 12_000})
     sharded = PLAIN.at(3, config=SOCKETS)
     return {
         "a schedule from a file": [pipelined(sharded.at(3, steps=1), 2, name) for name in ("zb-v", whole)],
-        "one microbatch at any stage": [pipelined(one.at(stage), 2, "1f1b") for stage in (0, 1, 3)],
         "gathers within a budget": [pipelined(sharded, 2, "interleaved", zero_optimization=zero) for zero in budgets],
     }
 

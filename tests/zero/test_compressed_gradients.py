@@ -234,26 +234,6 @@ def test_power_sgd_is_the_papers_formula(ranks: RankPool, size: int, transport: 
         assert_close(outcome, expected, 1e-7, 1e-8)
 
 
-def test_pipelines_and_accumulation_change_nothing(ranks: RankPool) -> None:
-    case = low_rank(build=tiny_gpt_float64).at(0, accumulation=2)
-    plain, divided = ranks(2, train_all, [case, case.at(1)])[0]
-    (piped,) = ranks(4, train_all, [case.at(0, config={"parallel": {"pipeline": 2}})])[0]
-    assert_close(divided, plain, 1e-9, 1e-9)
-    assert_close(piped, plain, 1e-7, 1e-8)
-
-
-def test_stages_agree_in_bfloat16_and_without_masters(ranks: RankPool) -> None:
-    """And each form of the weights is another one, with the losses of the first but for a step of bfloat16's."""
-    forms: list[Any] = [True, False, "kahan", "int8"]
-    config: dict[str, Any] = {"communication_data_type": "bf16"}
-    cases = [low_rank(stage, bf16={"enabled": True, "masters": m}, **config) for m in forms for stage in (0, 1)]
-    found = ranks(2, train_all, cases)[0]
-    for form, plain, divided in zip(forms, found[::2], found[1::2], strict=True):
-        assert_alike([plain, divided], form)
-        assert plain.losses == pytest.approx(found[0].losses, rel=2**-7), form
-        assert form is True or plain.differences(found[0]), form
-
-
 # -- what is sent, held, remembered -----------------------------------------------------------------------------------
 
 
@@ -315,7 +295,7 @@ def held(cases: Sequence[Case]) -> list[tuple[int, ...]]:
 
 
 def test_errors_are_in_the_planned_bytes(ranks: RankPool) -> None:
-    cases = [signs(), signs(bf16={"enabled": True}), low_rank(0), low_rank(1)]
+    cases = [signs(), signs(bf16={"enabled": True})]
     for of_rank in ranks(2, held, cases):
         for found, planned, plain in of_rank:
             assert found == planned > plain
@@ -345,11 +325,12 @@ def test_a_step_that_is_skipped_is_not_remembered(ranks: RankPool) -> None:
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
-    cases = [(signs(), 7), (signs(bf16={"enabled": True}), 7), (low_rank(0), 4), (low_rank(1), 4)]
-    trips = [Trip(case, case, steps_before=steps) for case, steps in cases]
+    """That of PowerSGD is asked in tests/laws."""
+    cases = [signs(), signs(bf16={"enabled": True})]
+    trips = [Trip(case, case, steps_before=7) for case in cases]
     before = ranks(2, save_trips, trips, tmp_path, 2)[0]
     after = ranks(2, load_trips, trips, tmp_path, 2)[0]
-    assert [other.differences(one) for one, other in zip(before, after, strict=True)] == [[]] * len(cases)
+    assert [other.differences(one) for one, other in zip(before, after, strict=True)] == [[], []]
 
 
 def save_here(folder: Path) -> Gradients:

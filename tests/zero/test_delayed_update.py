@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from lowtide.kernels.optimizer_step import update_shards
-from tests.engine.test_optimizer_offload import wide_384
 from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_alike, share_of, train_all, trained
+from tests.kit.training import Case, Outcome, share_of, train_all, trained
 from tests.zero.delayed_update import train_delayed
 from tests.zero.test_float16 import overflowing_batch
 
@@ -124,13 +123,6 @@ def test_a_late_update_does_not_touch_gradients_that_accumulate(
         assert_same(outcome, expected)
 
 
-def test_one_rank_in_bf16_at_every_stage_and_place(ranks: RankPool, tmp_path: Path) -> None:
-    case = in_precision(GPT, "bf16")
-    expected = train_delayed(case, 1, torch.bfloat16)
-    for outcome in ranks(1, train_all, everywhere(case, tmp_path))[0]:
-        assert_same(outcome, expected)
-
-
 def test_it_begins_after_the_updates_that_are_waited_for(ranks: RankPool, tmp_path: Path) -> None:
     first, second = (train_delayed(GPT, 2, delay_after=after) for after in (1, 4))
     assert_all_same(ranks, [delayed(GPT, 3, tmp_path, after=1)], first)
@@ -151,13 +143,6 @@ def test_the_norm_of_its_own_step_clips_it(ranks: RankPool, tmp_path: Path) -> N
     for outcome in ranks(2, train_all, everywhere(case, tmp_path))[0]:
         for name in ("losses", "norms", "state"):  # the norm's sum has another order
             torch.testing.assert_close(getattr(outcome, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("ratio", "precision"), [(0.3, "fp32"), (0.75, "bf16")])
-def test_a_part_may_stay_in_memory(ranks: RankPool, tmp_path: Path, ratio: float, precision: str) -> None:
-    case = in_precision(Case(wide_384, vector_batch, steps=4), precision)
-    expected = train_delayed(case, 2, DTYPES[precision])
-    assert_all_same(ranks, [delayed(case, stage, tmp_path, "nvme", ratio=ratio) for stage in (1, 3)], expected)
 
 
 def test_a_step_that_overflows_takes_over_and_starts_nothing(ranks: RankPool, tmp_path: Path) -> None:
@@ -191,14 +176,3 @@ def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_pa
     expected = train_delayed(case, 2, DTYPES[precision], 2, make_optimizer=rmsprop)
     stages = STAGES[precision == "bf16" :: 2]
     assert_all_same(ranks, [delayed(case, stage, tmp_path, after=2) for stage in stages], expected, optimizer=rmsprop)
-
-
-@pytest.mark.parametrize(("kind", "state_dtype"), [("adamw", "bf16"), ("adagrad", "int8")])
-def test_narrow_states_agree_at_every_stage_and_place(
-    ranks: RankPool, tmp_path: Path, kind: str, state_dtype: str
-) -> None:
-    """Of two states, and of one that only grows."""
-    case = GPT.at(0, config={"optimizer": {"type": kind, "params": {"lr": 1e-3, "state_dtype": state_dtype}}})
-    waited, *outcomes = ranks(2, train_all, [case, *everywhere(case, tmp_path)[::3]])[0]
-    assert waited.losses[0] == outcomes[0].losses[0] and waited.losses[1:] != outcomes[0].losses[1:]
-    assert_alike(outcomes)

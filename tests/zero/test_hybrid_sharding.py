@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -13,38 +12,14 @@ import torch
 import lowtide
 from lowtide.comm.shared_segment import REDUCED, SharedCounters
 from lowtide.offload import PagePool
-from tests.engine.saving import Continuation, load_and_go_on, save_and_go_on
 from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_alike, assert_close, logged, train, train_all, train_plainly
+from tests.kit.training import Case, Outcome, assert_alike, assert_close, logged, train, train_all
 
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 MLP = Case(models.mlp, models.vector_batch, clip=0.3)
 BF16 = MLP.at(0, config={"bf16": {"enabled": True}})
-
-
-@pytest.mark.parametrize(("transport", "accumulation"), [("shared_memory", 2), ("sockets", 1)])
-def test_hybrid_sharding_equals_plain_torch(ranks: RankPool, transport: str, accumulation: int) -> None:
-    """The order of sums differs: pairs of ranks first, then the pairs."""
-    config = {"communication": {"transport": transport}, **HYBRID}
-    case = Case(models.short_gpt_float64, models.token_batch, 2, accumulation, steps=2, clip=0.3, config=config)
-    outcomes = ranks(4, train_all, [case, case.at(3)])[0]
-    for outcome in outcomes:
-        assert_close(outcome, train_plainly(case, 4), 1e-10, 1e-10)
-    if accumulation == 1:
-        assert_alike(outcomes)
-
-
-def test_hybrid_sharding_in_bf16(ranks: RankPool) -> None:
-    stage_0, *others = ranks(4, train_all, [BF16, *(BF16.at(stage, config=HYBRID) for stage in (1, 3))])[0]
-    assert others[0].losses == pytest.approx(stage_0.losses, rel=1e-2)
-    assert_alike(others)
-
-
-def test_a_shard_group_of_one_rank_is_stage_0(ranks: RankPool) -> None:
-    alone = {"zero_optimization": {"shard_size": 1}}
-    assert_alike(ranks(2, train_all, [MLP, *(MLP.at(stage, config=alone) for stage in (1, 2, 3))])[0])
 
 
 def train_hearing_late(case: Case) -> Outcome:
@@ -100,24 +75,6 @@ def both(case: Case, transport: str = "sockets", **zero: Any) -> list[Case]:
     """Plain stage 3, and with pairs."""
     config = {"communication": {"transport": transport}}
     return [case.at(3, config={**config, "zero_optimization": {**zero, **more}}) for more in ({}, PAIRS)]
-
-
-def test_pairs_have_the_bits_of_stage_3(ranks: RankPool) -> None:
-    """Sums are in the order of ranks, wherever the parts lie."""
-    tied = Case(models.tied_gpt, models.token_batch, clip=0.3, steps=2)
-    late = {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}
-    work = [
-        both(tied),
-        both(BF16.at(3, accumulation=2)),
-        both(BF16.at(3, clip=0.0), update_in_backward=True),
-        both(BF16, offload_optimizer={"device": "cpu", "overlap": "speculative"}),
-        both(BF16, offload_optimizer=late),
-        [both(BF16)[0], both(BF16, zero_hpz_partition_size=4)[0]],  # all ranks in a partition
-        both(BF16, shard_size=2),  # a partition that is a shard group
-    ]
-    outcomes = ranks(4, train_all, [case for cases in work for case in cases])[0]
-    for plain, paired, case in zip(outcomes[::2], outcomes[1::2], work, strict=True):
-        assert_alike([plain, paired], case)
 
 
 def train_without_pages(cases: list[Case]) -> list[Outcome]:
@@ -189,18 +146,3 @@ def test_ranks_that_share_memory_have_one_copy_in_any_case_and_are_told(ranks: R
         "host, with a single copy of the parameters, so nothing is gathered"
     ]
     assert ranks(4, notes_at_start, {})[0] == []
-
-
-def test_checkpoints_go_to_other_worlds_and_come_back(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(models.short_gpt, models.token_batch, clip=0.5)
-    plain, paired = both(case)
-    saved: dict[str, Continuation] = {
-        "pairs": ranks(4, save_and_go_on, paired, tmp_path, 4, "pairs")[0],
-        "two": ranks(2, save_and_go_on, plain, tmp_path, 2, "two")[0],
-    }
-    for tag, other, size in (("pairs", case.at(1), 2), ("two", paired, 4)):
-        loaded = ranks(size, load_and_go_on, other, tmp_path, size, tag)[0]
-        assert loaded.restored.keys() == saved[tag].restored.keys()
-        for name, value in saved[tag].restored.items():
-            assert torch.equal(loaded.restored[name], value), (tag, size, name)
-        assert loaded.losses == pytest.approx(saved[tag].losses, rel=1e-4)

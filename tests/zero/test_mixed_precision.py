@@ -13,7 +13,7 @@ from tests.zero.delayed_update import Dtypes, train_mixed
 BF16 = {"bf16": {"enabled": True}}
 GPT = Case(models.short_gpt, models.token_batch, steps=2, config=BF16)
 MLP = Case(models.mlp, models.vector_batch, config=BF16)
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 3)  # all of them agree: tests/laws
 
 
 def assert_near(found: Outcome, expected: Outcome, rtol: float, what: object = "") -> None:
@@ -26,7 +26,7 @@ def assert_near(found: Outcome, expected: Outcome, rtol: float, what: object = "
 def test_bf16_equals_plain_torch_with_the_same_casts(ranks: RankPool, world_size: int) -> None:
     """Bitwise but for the norm; with clipping a weight in a hundred may be one rounding of bfloat16 off."""
     cases = [MLP, MLP.at(0, accumulation=2, clip=0.05), GPT.at(0, accumulation=2, clip=0.05), GPT]
-    grid = [(number, stage) for number in range(len(cases)) for stage in STAGES if (number + stage + world_size) % 2]
+    grid = [(number, stage) for number in range(len(cases)) for stage in STAGES]
     plain = [train_mixed(case, world_size, Dtypes(torch.bfloat16)) for case in cases]
     found = ranks(world_size, train_all, [cases[number].at(stage) for number, stage in grid])[0]
     for (number, stage), outcome in zip(grid, found, strict=True):
@@ -76,5 +76,5 @@ def test_gradients_accumulate_in_grad_accum_dtype(ranks: RankPool) -> None:
     config = {"data_types": {"grad_accum_dtype": "bf16"}, "optimizer": {"type": "sgd", "params": {"lr": 2**-4}}}
     case = Case(models.mlp, models.vector_batch, accumulation=3, config=config)
     expected = expected_of(case, accumulate=torch.bfloat16, make_optimizer=sgd)
-    for stage, outcome in enumerate(ranks(2, train_all, [case.at(stage) for stage in STAGES])[0]):
+    for stage, outcome in zip(STAGES, ranks(2, train_all, [case.at(stage) for stage in STAGES])[0], strict=True):
         assert_near(outcome, expected, 1e-6 if stage >= 2 else 1e-2)  # below, each rank adds its microbatches first

@@ -16,11 +16,9 @@ from lowtide.engine.config.config import Config, ConfigError
 from lowtide.optimizers import whole_tensor
 from lowtide.zero.layout import FlatLayout
 from lowtide.zero.whole_update import owners_of
-from tests.engine.test_optimizer_offload import offloaded
-from tests.kit.models import Chain, same_rows, short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
+from tests.kit.models import Chain, short_gpt, short_gpt_float64, token_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, assert_alike, assert_close, refusal, settings, train_all, train_plainly, trained
-from tests.zero.apart import apart
+from tests.kit.training import Case, assert_close, refusal, settings, train_all, train_plainly, trained
 from tests.zero.test_optimizers import Formula, moments
 
 ADAFACTOR: dict[str, Any] = {"lr": 0.05, "eps": [1e-20, 1e-3], "weight_decay": 0.1}
@@ -115,35 +113,12 @@ def gpt_with_matrices() -> nn.Module:
 )
 def test_it_is_the_published_update(ranks: RankPool, name: str, published: Callable[[Any], Any]) -> None:
     case = Case(gpt_with_matrices, token_batch, clip=0.5, config=CONFIGS[name])
-    cases = [case.at(stage) for stage in range(4)]
-    cases += [case.at(stage, config={"communication": {"transport": "sockets"}}) for stage in (0, 2)]
     expected = train_plainly(case, 2, published)
-    for outcome in ranks(2, train_all, cases)[0]:
+    for outcome in ranks(2, train_all, [case.at(stage) for stage in (0, 3)])[0]:
         assert_close(outcome, expected, 1e-7, 1e-7)
 
 
 # -- the same everywhere ----------------------------------------------------------------------------------------------
-
-
-def test_places_change_no_bit_of_adafactor(ranks: RankPool, tmp_path: Path) -> None:
-    """Those of the others are asked in tests/laws."""
-    narrow = {"type": "Adafactor", "params": {**ADAFACTOR, "state_dtype": "int8"}}
-    half = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
-    for masters, config in ((True, CONFIGS["adafactor"]), ("int8", {"optimizer": narrow})):
-        bf16 = {"bf16": {"enabled": True, "masters": masters}}
-        case = Case(short_gpt, token_batch, steps=2, config={**config, **bf16})
-        places = [case.at(1, config=half), case.at(3), offloaded(case.at(2), tmp_path)]
-        assert_alike([*ranks(2, train_all, places)[0], *ranks(2, apart, train_all, places[2:])[0]], masters)
-
-
-def test_hybrid_shards_and_pipelines(ranks: RankPool) -> None:
-    cases = [Case(tiny_gpt_float64, same_rows, 1, accumulation=2, steps=2, config=one) for one in CONFIGS.values()]
-    hybrid = [case.at(3, config={"zero_optimization": {"shard_size": 2}}) for case in cases]
-    piped = [case.at(2, config={"parallel": {"pipeline": 2}}) for case in cases]
-    alone = ranks(1, train_all, cases)[0]
-    found = [*ranks(4, train_all, hybrid)[0], *ranks(2, train_all, piped)[0]]
-    for expected, outcome in zip(alone * 2, found, strict=True):
-        assert_close(outcome, expected, 1e-7, 1e-7)
 
 
 # -- what a rank does and holds ---------------------------------------------------------------------------------------

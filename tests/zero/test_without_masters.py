@@ -15,11 +15,9 @@ from lowtide.kernels.weight_rounding import Rounding, rounded_weights
 from lowtide.offload import FileStore
 from lowtide.optimizers import OPTIMIZERS
 from tests.engine.test_optimizer_offload import Wide, offloaded
-from tests.engine.test_speculative_update import speculative
 from tests.kit.models import mlp, short_gpt, tied_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
 from tests.kit.training import ADAMW, Case, assert_alike, refusal, share_of, take_step, train, train_all, trained
-from tests.zero.apart import apart
 
 FORMS: list[Any] = [False, "kahan", "int8"]
 REMAINDERS = {"kahan": "remainder", "int8": "correction"}
@@ -34,28 +32,6 @@ def case_of(masters: bool | str, **config: Any) -> Case:
     return Case(
         short_gpt, token_batch, clip=0.5, steps=2, config={"bf16": bf16, "optimizer": adamw(), "seed": 5, **config}
     )
-
-
-def test_places_change_no_bit_of_corrections(ranks: RankPool, tmp_path: Path) -> None:
-    """Those of the other forms are asked in tests/laws."""
-    case = case_of("int8")
-    in_files = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
-    places = [
-        *(case.at(stage) for stage in range(4)),
-        case.at(0, config={"communication": {"transport": "sockets"}}),
-        case.at(2, config={"zero_optimization": {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}}),
-        offloaded(case.at(3, config=in_files), tmp_path),
-        speculative(case.at(1), "cpu", tmp_path),
-        speculative(case.at(3), "nvme", tmp_path),
-    ]
-    assert_alike(ranks(2, train_all, places)[0])
-
-
-@pytest.mark.parametrize("masters", [False, "int8"])
-def test_nor_do_stages_and_hosts_of_late_updates(ranks: RankPool, masters: bool | str) -> None:
-    late = {"zero_optimization": {"offload_optimizer": {"device": "cpu", "overlap": "delayed"}}}
-    cases = [case_of(masters).at(stage, steps=3, config=late) for stage in (1, 2)]
-    assert_alike([*ranks(2, train_all, cases)[0], *ranks(2, apart, train_all, cases)[0]])
 
 
 def test_every_optimizer(ranks: RankPool) -> None:

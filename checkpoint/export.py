@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..offload import allocate_host
 from .chunk_view import ChunkView, TensorInfo, TensorSource
-from .files import INDEX, folder_path
+from .files import INDEX, folder_path, sync_folder
 from .safetensors_files import CHUNK_BYTES, WeightsPlan, pieces_in
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -138,11 +138,7 @@ class ExportFolder:
         for name in sorted(old - {*files, *last}, key=lambda name: name != INDEX):
             (self.folder / name).unlink()
         self._unfinished.rmdir()
-        descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_folder(self.folder)
 
     def discard(self) -> None:
         """Remove everything that `create` and `write` have made."""

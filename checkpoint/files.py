@@ -101,7 +101,16 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(new, path)
+    os.replace(new, path)  # after the sync: else a crash may leave an empty file of this name
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring names and renames in a folder to the disk: a sync of a file does not include its name."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_regular(path: Path) -> bytes:

@@ -46,6 +46,7 @@ from .files import (
     folder_path,
     index_name,
     read_regular,
+    sync_folder,
     write_durably,
 )
 from .index import LAST_MOMENT, FileContent, FileEntry, Manifest, RankIndex, rows_by_name
@@ -172,7 +173,7 @@ class CheckpointFolder:
         files.append(FileEntry(name=DCP_METADATA, nbytes=len(metadata), crc32=zlib.crc32(metadata)))
         complete = {"files": tuple(files), "saved_at": self._next_moment()}
         manifest.model_copy(update=complete).write(saving / MANIFEST)
-        _sync_folder(saving)
+        sync_folder(saving)
         self._take_name(saving, manifest.tag)
         if is_latest:
             self._write_latest(manifest.tag)
@@ -225,13 +226,13 @@ class CheckpointFolder:
             if replaced.exists():
                 os.rename(replaced, target)
             raise
-        _sync_folder(self.path)
+        sync_folder(self.path)
         with _tolerated(replaced):
             self._delete(replaced)
 
     def _write_latest(self, tag: str) -> None:
         write_durably(self.path / LATEST, (tag + "\n").encode())
-        _sync_folder(self.path)
+        sync_folder(self.path)
 
     def _manifests(self, warns: bool = False) -> dict[str, Manifest]:
         """Read the description of each complete checkpoint, by tag, oldest first. See [Note: neighbours]."""
@@ -297,14 +298,6 @@ def _tolerated(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         _logger.warning("%s could not be removed and stays: %s", path, error.strerror)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- the writing process ----------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class CollectiveWatchdog:
         text = no_answer(self._rank, call.what, call.others, waited, RuntimeError("timed out"))
         self.error = CollectiveError(text + call.compare(call.others))
         logger.error("%s The communicators of this rank are aborted.", self.error)
-        for group in list(dist.distributed_c10d._world.pg_map):
+        for group in list(dist.distributed_c10d._world.pg_map):  # all: a stream may wait for any of them
             try:
                 group.abort()
             except RuntimeError as error:  # the backend has no abort

@@ -137,6 +137,7 @@ class SharedMemoryTransport(Transport):
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return the slot that `open_slot` will return next, to be written early. None if a rank still reads it."""
+        # The last operation in this slot was n - count, and all ranks have consumed it at n - count + 1.
         if not self._counters.has_come(CONSUMED, self._num_opened - len(self._slots) + 1):
             return None
         return self._slots[self._num_opened % len(self._slots)][self.rank][: numel * dtype.itemsize].view(dtype)

@@ -128,7 +128,7 @@ class World:
     @cached_property
     def waits_on_host(self) -> bool:
         """True if `wait` of the device's backend blocks the host. False if it orders a stream."""
-        backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))
+        backends = dict(part.split(":", 1) for part in dist.get_backend_config().split(","))  # "cpu:gloo,cuda:nccl"
         return backends.get(self.device.type) in _HOST_BACKENDS
 
     @property

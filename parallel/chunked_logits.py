@@ -24,7 +24,7 @@ input sums it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ from ..kernels.dispatch import Backend
 from ..kernels.linear_cross_entropy import linear_cross_entropy
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
-from .tiled_mlp import tile_of
+from .tiled_mlp import even_tiles, tile_of
 
 Warn = Callable[[str], None]
 """Takes a warning, once for each function that needs computed logits."""
@@ -363,7 +363,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         own = own.where(is_own, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         numbers = torch.empty(3, hidden.shape[0], dtype=wide, device=hidden.device)
-        for part in _tiles(hidden.shape[0], tile):
+        for part in even_tiles(hidden.shape[0], tile):
             x = functional.linear(hidden[part], weight, bias).to(wide)
             numbers[0, part] = x.amax(dim=1)
             numbers[2, part] = x.gather(1, own[part, None])[:, 0].where(is_own[part], 0)
@@ -385,7 +385,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         dhidden = torch.empty_like(hidden) if needs_hidden else None
         dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
         dbias = torch.zeros(weight.shape[0], dtype=lse.dtype, device=weight.device) if needs_bias else None
-        for part in _tiles(hidden.shape[0], ctx.tile):
+        for part in even_tiles(hidden.shape[0], ctx.tile):
             d = functional.linear(hidden[part], weight, bias).to(lse.dtype)
             d.sub_(lse[part, None]).exp_().mul_(scale[part, None])
             d.scatter_add_(1, own[part, None], -(scale[part] * is_own[part])[:, None])
@@ -408,9 +408,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total += a @ b
-
-
-def _tiles(count: int, tile: int) -> Iterator[slice]:
-    """Return slices of about equal size."""
-    size = -(-count // max(-(-count // tile), 1))
-    return (slice(at, at + size) for at in range(0, count, size)) if count else iter(())

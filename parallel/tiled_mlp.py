@@ -86,6 +86,12 @@ def tile_of(width: int) -> int:
     return max(MIN_TILE, width)
 
 
+def even_tiles(count: int, tile: int) -> Iterator[slice]:
+    """Yield slices of about equal size, at most `tile`, over `count` tokens."""
+    size = -(-count // max(-(-count // tile), 1))  # without a small last tile, which would cost as many launches
+    return (slice(at, min(at + size, count)) for at in range(0, count, size)) if count else iter(())
+
+
 def find_token_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Find the outermost modules with the name of an MLP that take one tensor and hold only layers that act on each
     token.
@@ -159,11 +165,11 @@ class _Work:
         self._random = random_states(x.device)
         y: Tensor | None = None
         rows = _as_tokens(x.detach())  # see [Note: hooks in tiles]
-        for part in self.parts(rows):
-            made = self._made(rows.narrow(-2, *part))
+        for part in even_tiles(rows.shape[-2], self.tile):
+            made = self._made(rows[..., part, :])
             if y is None:
                 y = made.new_empty((*rows.shape[:-1], made.shape[-1]))
-            y.narrow(-2, *part).copy_(made)
+            y[..., part, :] = made
         assert y is not None
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -175,29 +181,21 @@ class _Work:
         rows, dys = _as_tokens(x), _as_tokens(dy)
         dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else None
         with _replaced(self.module, params, aliases), self._as_before(), self._buffers, torch.enable_grad():
-            for part in self.parts(rows):
-                piece = rows.narrow(-2, *part).detach().requires_grad_(needs_x)
+            for part in even_tiles(rows.shape[-2], self.tile):
+                piece = rows[..., part, :].detach().requires_grad_(needs_x)
                 made = self._made(piece.view_as(piece))  # see [Note: hooks in tiles]
                 wanted = [*([piece] if needs_x else []), *(aliases[index] for index in trained)]
                 root = made.view_as(made)
-                found = list(torch.autograd.grad(root, wanted, dys.narrow(-2, *part), allow_unused=True))
+                found = list(torch.autograd.grad(root, wanted, dys[..., part, :], allow_unused=True))
                 del made, root
                 if dx is not None:
                     of_piece = found.pop(0)
-                    dx.narrow(-2, *part).zero_() if of_piece is None else dx.narrow(-2, *part).copy_(of_piece)
+                    dx[..., part, :] = 0 if of_piece is None else of_piece
                 for index in reversed(trained):
                     _add(sums, index, found.pop())
         for index, total in enumerate(sums):
             sums[index] = None if total is None else total.to(params[index].dtype)
         return [None if dx is None else dx.view(x.shape), *sums]
-
-    def parts(self, rows: Tensor) -> Iterator[tuple[int, int]]:
-        """Yield (first token, number of tokens) of each tile; tiles have about equal size."""
-        total = rows.shape[-2]
-        count = -(-total // self.tile)
-        size = -(-total // count)
-        for first in range(0, total, size):
-            yield first, min(size, total - first)
 
     def _made(self, piece: Tensor) -> Tensor:
         made = self.inner(piece)

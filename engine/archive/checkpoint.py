@@ -45,7 +45,7 @@ from .run_state import (
     set_random_state,
 )
 from .save_job import SaveJob
-from .weights import model_files
+from .weights import first_floating, model_files
 
 _INTACT = "What was saved before is as it was, and training can go on."
 
@@ -335,7 +335,7 @@ class Checkpointer:
             left_out=left_out,
             training=training,
             config=self._config.as_dict(),
-            model_files=model_files(self._named.module, _first_dtype(self._named)),
+            model_files=model_files(self._named.module, first_floating(catalog.compute_dtypes.values())),
         )
 
     # -- what is loaded -------------------------------------------------------------------------------------------
@@ -427,8 +427,3 @@ def _prefixed(prefix: str, chunk_view: ChunkView) -> ChunkView:
 
 def _at_least_float32(info: TensorInfo) -> TensorInfo:
     return replace(info, dtype=torch.promote_types(info.dtype, torch.float32))
-
-
-def _first_dtype(named: NamedState) -> torch.dtype | None:
-    """Return the compute dtype of the first floating-point parameter, for Hugging Face configurations."""
-    return next((dtype for dtype in named.catalog.compute_dtypes.values() if dtype.is_floating_point), None)

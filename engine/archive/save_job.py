@@ -47,6 +47,7 @@ class SaveJob:
         self._is_cancelled = threading.Event()
         self.write_error: BaseException | None = None
         self.commit_error: BaseException | None = None
+        # No daemon: the interpreter waits for the thread when the script ends.
         self._thread = threading.Thread(target=self._run, name="lowtide checkpoint", daemon=False)
         self._thread.start()
 

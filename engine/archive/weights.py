@@ -321,9 +321,11 @@ def _write(
 
 
 def _dtype_of_weights(infos: Mapping[str, TensorInfo], state: NamedState) -> torch.dtype | None:
-    """Return the dtype of the first floating-point parameter."""
-    parameters = state.catalog.parameters
-    dtypes = [info.dtype for name, info in infos.items() if name in parameters]
+    return first_floating(info.dtype for name, info in infos.items() if name in state.catalog.parameters)
+
+
+def first_floating(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
+    """Return the first floating-point dtype, of parameters: a Hugging Face configuration names a single dtype."""
     return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
 
 

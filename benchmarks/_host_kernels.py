@@ -1,5 +1,7 @@
 """What a launch of each fused layer costs the host, beside the operators of torch that it replaces (`host_time.py`).
 
+The last row has the gradients of a block of 100 small parameters: the engine's hooks beside plain accumulation.
+
 Tensors are a few elements on the CPU, and a stand-in that does nothing takes the place of the compiled kernels: what is
 left is Python, autograd and allocations. The CPU computes torch's operators, and no driver starts a kernel.
 """
@@ -21,9 +23,11 @@ os.environ["TRITON_INTERPRET"] = "1"  # before kernels are defined: then they ar
 
 import torch
 from _kernel_cases import CASES, Draw
-from torch import Tensor
+from torch import Tensor, nn
 
-KERNELS = ("rms_norm", "add_rms_norm", "swiglu", "geglu", "rotary_embedding")
+import lowtide
+
+KERNELS = ("rms_norm", "add_rms_norm", "swiglu", "geglu", "rotary_embedding", "cross_entropy")
 FORMS = ("lowtide", "torch")
 PASSES = ("forward", "backward")
 CALLS = 8  # of a form in a row: few, so that some rows of calls run undisturbed
@@ -58,7 +62,26 @@ def works() -> dict[str, dict[str, Work]]:
         for key in case.inputs_with_gradient:
             tensors[key].requires_grad_()
         found[name] = {form: _work(case, form, tensors) for form in FORMS}
+    config = {"optimizer": {"type": "sgd", "params": {"lr": 0.0}}, "gradient_accumulation_steps": 1 << 30}
+    engine = lowtide.initialize(Product(), config | {"zero_optimization": {"stage": 0}, "steps_per_print": 0})
+    found["100 gradients"] = {"lowtide": _accumulation(engine), "torch": _accumulation(Product())}
     return found
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(100))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in self.factors:
+            x = x * factor
+        return x.sum()
+
+
+def _accumulation(model: Callable[[Tensor], Tensor]) -> Work:
+    x = torch.ones(4)
+    return lambda: [model(x)], lambda results: results[0].backward()
 
 
 def _work(case: Any, form: str, tensors: dict[str, Tensor]) -> Work:

@@ -6,21 +6,18 @@ has the nine parameters of a Llama block; every step is forward, backward, clipp
 
 A round makes --steps steps in a row of each contender, for models of two depths. The difference is what a block costs,
 the rest what a step does. The least of all steps counts. A contender's own time is the processor's beyond the forward
-and backward of the same model in plain torch. On a GPU each operator costs some microseconds more: --operators counts
-them.
+and backward of the same model in plain torch.
 
 Example:
 
     python benchmarks/host_time.py --json host_time.json
     python benchmarks/host_time.py --contenders lowtide-3 fsdp2
-    python benchmarks/host_time.py --operators lowtide-3
     python benchmarks/host_time.py --kernels
 """
 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import gc
 import logging
@@ -37,7 +34,6 @@ from _harness import Parser, begin, count, make_table, over, shown, write_json
 from _model import Stack
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 WIDTH = 16
 BASELINE = "alone"
@@ -121,30 +117,6 @@ def milliseconds(step: Step, num_steps: int) -> tuple[float, float]:
     return 1e3 * min(wall for wall, _ in taken), 1e3 * min(processor for _, processor in taken)
 
 
-class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
-    """Counts the operators that are called inside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.counts: collections.Counter[str] = collections.Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def show_operators(steps: list[Step], num_blocks: int) -> None:
-    """Print the operators of a block, of which the second model has so many more."""
-    found = []
-    for step in steps:
-        with Operators() as mode:
-            step()
-        found.append(mode.counts)
-    counts = (found[1] - found[0]).most_common()
-    print(f"{sum(number for _, number in counts) / num_blocks:.1f} operators a block")
-    print("\n".join(f"{number / num_blocks:6.1f} {name}" for name, number in counts))
-
-
 def measure(steps: dict[str, list[Step]], num_rounds: int, num_steps: int) -> dict[str, list[list[float]]]:
     """Return the least wall and processor time of each contender at both depths; contenders take turns."""
     least = {name: [[float("inf")] * 2 for _ in pair] for name, pair in steps.items()}
@@ -186,7 +158,8 @@ def show_kernels(options: argparse.Namespace) -> None:
     """Print what a launch of each fused layer costs, beside torch's own operators."""
     import _host_kernels
 
-    rows = _host_kernels.measure(20 * options.rounds)
+    with stubbed_kernels():
+        rows = _host_kernels.measure(20 * options.rounds)
     names = list(rows["rms_norm"])
     lines = [
         [name, *(shown(row[key], ".0f" if "calls" in key else ".2f") for key in names)] for name, row in rows.items()
@@ -204,7 +177,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ranks", type=count(), default=8, help="of the fake process group (default: 8)")
     add("--rounds", type=count(), default=15, help="default: 15")
     add("--steps", type=count(), default=5, help="of a contender in a round (default: 5)")
-    add("--operators", choices=NAMES, metavar="NAME", help="count the operators of one contender, and end")
     add("--kernels", action="store_true", help="measure launches of fused layers, whose kernels do nothing, and end")
     options = parser.parse_args(arguments)
     if not 0 < options.depths[0] < options.depths[1]:
@@ -215,20 +187,17 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     options = parse_arguments()
     depths = options.depths
-    if options.kernels:
-        show_kernels(options)
-        return
     logging.getLogger("lowtide").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
-    chosen = [options.operators] if options.operators else dict.fromkeys([BASELINE, *options.contenders])
+    if options.kernels:
+        show_kernels(options)
+        return
     with stubbed_kernels():
+        chosen = dict.fromkeys([BASELINE, *options.contenders])
         steps = {name: [build_step(name, depth) for depth in depths] for name in chosen}
         for step in [step for pair in steps.values() for step in pair]:
             milliseconds(step, 2)
-        if options.operators:
-            show_operators(steps[options.operators], depths[1] - depths[0])
-            return
         rows = summary(measure(steps, options.rounds, options.steps), depths)
     lines = [[name, *(shown(one, ".2f") for one in row.values())] for name, row in rows.items()]
     headings = ["contender", *rows[BASELINE]]

@@ -87,8 +87,7 @@ def cross_entropy(
     on_triton = uses_triton(backend, "cross_entropy", logits, labels)
     if not on_triton:
         check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
-    loss, reduced_z = _CrossEntropy.apply(logits, labels, terms, overwrite_logits, on_triton)  # type: ignore[no-untyped-call]
-    return (loss, reduced_z) if return_z_loss else loss
+    return _CrossEntropy.apply(logits, labels, terms, overwrite_logits, on_triton, return_z_loss)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def losses_of_rows(
@@ -186,24 +185,33 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, terms: LossTerms, overwrite_logits: bool, on_triton: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        terms: LossTerms,
+        overwrite_logits: bool,
+        on_triton: bool,
+        returns_z: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         rows, flat_labels = as_rows(logits), labels.reshape(-1).contiguous()
         divisor = terms.divisor(flat_labels)
         losses, lse = losses_of_rows(rows, rows.shape[1], flat_labels, terms, on_triton)
         ctx.save_for_backward(rows, flat_labels, lse, divisor)
         ctx.terms, ctx.overwrites, ctx.on_triton, ctx.spent = terms, overwrite_logits, on_triton, False
         ctx.shape = logits.shape
+        loss = terms.reduced(losses, divisor, labels.shape)
+        if not returns_z:
+            return loss
         reduced_z = terms.reduced(terms.z_loss * lse.square(), divisor, labels.shape)
         ctx.mark_non_differentiable(reduced_z)
         ctx.set_materialize_grads(False)
-        return terms.reduced(losses, divisor, labels.shape), reduced_z
+        return loss, reduced_z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, _dz: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor | None, _dz: None = None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return None, None, None, None, None
+            return (None,) * 6
         if ctx.spent:
             raise RuntimeError(
                 "cross_entropy: overwrite_logits=True allows a single backward, found a second; the first has written "
@@ -216,4 +224,4 @@ class _CrossEntropy(torch.autograd.Function):
         dx = rows if in_place else torch.empty_like(rows, memory_format=torch.contiguous_format)
         scale = ctx.terms.scale_of_rows(dloss, divisor)
         gradient_of_rows(rows, rows.shape[1], labels, lse, scale, ctx.terms, ctx.on_triton, dx)
-        return dx.view(ctx.shape), None, None, None, None
+        return dx.view(ctx.shape), None, None, None, None, None

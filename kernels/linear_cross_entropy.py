@@ -257,8 +257,8 @@ def linear_cross_entropy(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
     chunks = LogitChunks(terms, on_triton, dtype, sum_dtype, chunk_bytes)
-    loss, reduced_z = _LinearCrossEntropy.apply(hidden, weight, bias, labels, chunks, needs_gradient)  # type: ignore[no-untyped-call]
-    return (loss, reduced_z) if return_z_loss else loss
+    given = hidden, weight, bias, labels, chunks, needs_gradient, return_z_loss
+    return _LinearCrossEntropy.apply(*given)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype) -> None:
@@ -294,7 +294,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         chunks: LogitChunks,
         needs_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+        returns_z: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         terms, flat_labels = chunks.terms, labels.reshape(-1).contiguous()
         divisor = terms.divisor(flat_labels)
         is_late = needs_gradient and (terms.reduction == "none" or chunks.dtype == torch.float16)
@@ -309,18 +310,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, flat_labels, lse, divisor)
         elif sums is not None:
             ctx.save_for_backward(*sums.finished(hidden, weight, bias))
+        loss = terms.reduced(losses, divisor, labels.shape)
+        if not returns_z:
+            return loss
         reduced_z = terms.reduced(terms.z_loss * lse.square(), divisor, labels.shape)
         ctx.mark_non_differentiable(reduced_z)
         ctx.set_materialize_grads(False)
-        return terms.reduced(losses, divisor, labels.shape), reduced_z
+        return loss, reduced_z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, _dz: None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor | None, _dz: None = None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return None, None, None, None, None, None
+            return (None,) * 7
         if ctx.is_late:
-            return *_late_gradients(ctx, dloss), None, None, None
+            return *_late_gradients(ctx, dloss), None, None, None, None
         if ctx.spent:
             raise RuntimeError(
                 "linear_cross_entropy: expected a single backward, found a second; the first has returned the "
@@ -331,7 +335,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for gradient in gradients:
             if gradient is not None:
                 _scale_(gradient, dloss, ctx.chunks.on_triton)
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None
 
 
 def _late_gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import launch, next_power_of_2
+from ..dispatch import MOST_PREPARED
+from .launch import PreparedLaunch, next_power_of_2
 
 if TYPE_CHECKING:
     from ..loss_terms import LossTerms
@@ -142,43 +144,79 @@ def losses(
 
     Columns from n_cols on are read and written: a mask with an odd end would make memory accesses narrow.
     """
-    n_rows, n_stored = logits.shape
+    n_rows = logits.shape[0]
     loss, lse = (torch.empty(n_rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    block_size = min(next_power_of_2(n_stored), MAX_FORWARD_BLOCK_SIZE)
-    launch(
-        _losses_kernel, (n_rows,), num_warps=_num_warps(block_size),
-        X_ptr=logits, Y_ptr=labels, LOSS_ptr=loss, LSE_ptr=lse, SCALE_ptr=scale,
-        X_row_stride=logits.stride(0), n_cols=n_cols, n_stored=n_stored, ignore_index=terms.ignore_index,
-        label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, soft_cap=terms.soft_cap,
-        HAS_GRADIENT=scale is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
-        HAS_CAP=terms.soft_cap is not None,
-        BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_stored // block_size),
-    )  # fmt: skip
+    if n_rows:
+        dtypes = logits.dtype, labels.dtype, scale.dtype if scale is not None else None
+        block_size = min(next_power_of_2(logits.shape[1]), MAX_FORWARD_BLOCK_SIZE)
+        start = _losses_launch(logits.shape, logits.stride(0), n_cols, dtypes, terms, block_size)
+        start(logits, labels, loss, lse, scale)
     return loss, lse
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _losses_launch(
+    shape: torch.Size,
+    row_stride: int,
+    n_cols: int,
+    dtypes: tuple[torch.dtype | None, ...],
+    terms: LossTerms,
+    block_size: int,
+) -> PreparedLaunch:
+    """shape: of the logits. dtypes: of logits, labels and scale (None: there is none)."""
+    n_rows, n_stored = shape
+    return PreparedLaunch(
+        _losses_kernel, (n_rows,), num_warps=_num_warps(block_size),
+        X_row_stride=row_stride, n_cols=n_cols, n_stored=n_stored, **_terms(terms),
+        HAS_GRADIENT=dtypes[2] is not None, HAS_SMOOTHING=terms.label_smoothing != 0.0,
+        HAS_CAP=terms.soft_cap is not None, BLOCK_SIZE=block_size, NUM_BLOCKS=-(-n_stored // block_size),
+    )  # fmt: skip
 
 
 def gradient(
     logits: Tensor, n_cols: int, labels: Tensor, lse: Tensor, scale: Tensor, terms: LossTerms, out: Tensor
 ) -> None:
     """Launch `gradient_of_rows`. out: of the shape of logits, with adjacent columns; scale: () or (n_rows,)."""
-    n_rows, n_stored = logits.shape
-    block_size = min(next_power_of_2(n_stored), MAX_BACKWARD_BLOCK_SIZE)
-    launch(
+    if logits.shape[0]:
+        strides = logits.stride(0), out.stride(0), scale.stride(0) if scale.dim() else 0
+        dtypes = logits.dtype, labels.dtype, scale.dtype, out.dtype
+        block_size = min(next_power_of_2(logits.shape[1]), MAX_BACKWARD_BLOCK_SIZE)
+        start = _gradient_launch(logits.shape, strides, n_cols, dtypes, terms, block_size)
+        start(logits, labels, lse, scale, out)
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _gradient_launch(
+    shape: torch.Size,
+    strides: tuple[int, int, int],
+    n_cols: int,
+    dtypes: tuple[torch.dtype, ...],
+    terms: LossTerms,
+    block_size: int,
+) -> PreparedLaunch:
+    """shape: of the logits. strides: of the rows of logits, out and scale. dtypes: of logits, labels, scale and out."""
+    n_rows, n_stored = shape
+    return PreparedLaunch(
         _gradient_kernel, (n_rows, -(-n_stored // block_size)), num_warps=_num_warps(block_size),
-        X_ptr=logits, Y_ptr=labels, LSE_ptr=lse, SCALE_ptr=scale, DX_ptr=out,
-        X_row_stride=logits.stride(0), DX_row_stride=out.stride(0), SCALE_stride=scale.stride(0) if scale.dim() else 0,
-        n_cols=n_cols, n_stored=n_stored, ignore_index=terms.ignore_index,
-        label_smoothing=terms.label_smoothing, z_loss=terms.z_loss, soft_cap=terms.soft_cap,
-        HAS_CAP=terms.soft_cap is not None, BLOCK_SIZE=block_size,
+        X_row_stride=strides[0], DX_row_stride=strides[1], SCALE_stride=strides[2], n_cols=n_cols, n_stored=n_stored,
+        **_terms(terms), HAS_CAP=terms.soft_cap is not None, BLOCK_SIZE=block_size,
     )  # fmt: skip
+
+
+def _terms(terms: LossTerms) -> dict[str, Any]:
+    names = ("ignore_index", "label_smoothing", "z_loss", "soft_cap")
+    return {name: getattr(terms, name) for name in names}
 
 
 def scale_(x: Tensor, scale: Tensor) -> None:
     """Compute x *= scale, (), in place without a host wait. If scale is 1, x is not read. x: contiguous."""
-    launch(
-        _scale_kernel, (-(-x.numel() // SCALE_BLOCK_SIZE),), num_warps=8,
-        X_ptr=x, SCALE_ptr=scale, numel=x.numel(), BLOCK_SIZE=SCALE_BLOCK_SIZE,
-    )  # fmt: skip
+    if x.numel():
+        _scale_launch(x.numel(), x.dtype, scale.dtype, SCALE_BLOCK_SIZE)(x, scale)
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _scale_launch(numel: int, dtype: torch.dtype, scale_dtype: torch.dtype, block_size: int) -> PreparedLaunch:
+    return PreparedLaunch(_scale_kernel, (-(-numel // block_size),), num_warps=8, numel=numel, BLOCK_SIZE=block_size)
 
 
 def _num_warps(block_size: int) -> int:

@@ -207,7 +207,8 @@ class Checkpointer:
                 training = read_training(checkpoint.manifest.training)
                 scalars: dict[int | str, dict[str, Any] | None] = {}
                 for rank in range(checkpoint.manifest.num_files):  # a rank may lack all parameters of a group
-                    scalars.update(read_scalars(checkpoint.own_state(rank)))
+                    for key, own in read_scalars(checkpoint.own_state(rank)).items():  # each has some of its states
+                        scalars[key] = {**(scalars.get(key) or {}), **own} if own else scalars.get(key)
                 own_state = checkpoint.own_state(self._rank_of_origin(checkpoint))
                 own_client_state = read_client_state(own_state)
                 random = read_random_state(own_state["random"], self._world.device)
@@ -295,7 +296,7 @@ class Checkpointer:
         by_name = {name: dict(found[key]) for name, key in keys.items() if key in found}
         for of_rank in self._world.gather_objects(self._optimizer.by_parameter.rank_state_dtypes()):
             for name, dtypes in of_rank.items():
-                by_name[name].update(dtypes)
+                by_name.setdefault(name, {}).update(dtypes)
         return by_name
 
     def _manifest(

@@ -124,7 +124,9 @@ class GroupMemories:
             ]
         if bits is None or axis.size == 1:
             return Codec(axis, plan.reduce_dtype, parts)
-        name = f"{plan.name} over {axis.name} from rank {self._mesh.world.rank}"
+        # Ranks with the same data and parameters, as along `tensor`, must draw alike: their copies would drift apart.
+        own = (*plan.sharding.summed, *plan.sharding.portioned)
+        name = f"{plan.name} over {axis.name} from rank {parallel_dims.place(self._mesh.world.rank, own)}"
         return QuantizedCodec(axis, plan.reduce_dtype, bits, Rounding.of(self._seed, name, 0), self._num_steps, parts)
 
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:

@@ -6,15 +6,18 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
 from .main import COMMANDS
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Column
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Parser(argparse.ArgumentParser):
@@ -78,6 +81,23 @@ class Parser(argparse.ArgumentParser):
         return f'unknown option "{name}"' + (f'; did you mean "{close[0]}"?' if close else "")
 
 
+def reports(command: str, *errors: type[Exception]) -> Callable[[Callable[P, int]], Callable[P, int]]:
+    """Decorate a function that returns an exit status: print errors of these classes to stderr, and return 1."""
+
+    def decorate(run: Callable[P, int]) -> Callable[P, int]:
+        @wraps(run)
+        def reporting(*args: P.args, **kwargs: P.kwargs) -> int:
+            try:
+                return run(*args, **kwargs)
+            except errors as error:
+                print(f"lowtide {command}: {error}", file=sys.stderr)
+                return 1
+
+        return reporting
+
+    return decorate
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `did you mean "show"?`, or the list of known words if none is close."""
     names = list(known)
@@ -95,6 +115,13 @@ def console_of(width: int) -> "Console":
 
     console = Console()
     return console if console.is_terminal else Console(width=width)
+
+
+def numbers(*names: str) -> "list[Column]":
+    """Return columns of a table whose cells are numbers: they end at the same place."""
+    from rich.table import Column
+
+    return [Column(name, justify="right") for name in names]
 
 
 def three_figures(number: float, units: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from ..checkpoint.checkpoint import MODEL, Checkpoint
@@ -31,7 +31,7 @@ from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import Manifest
 from ..engine.archive.run_state import read_training
 from ..engine.config.config import Config
-from .arguments import Parser, console_of, size_of, three_figures
+from .arguments import Parser, console_of, numbers, reports, size_of, three_figures
 
 EPILOG = """examples:
   lowtide checkpoint show runs/gpt
@@ -183,14 +183,15 @@ def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
 
 def list_table(folder: CheckpointFolder, entries: Sequence[FoundCheckpoint], latest: str | None) -> Table:
     """Make a table with a row for each checkpoint."""
-    table = Table(title=Text(f"checkpoints in {folder.path}"))
-    table.add_column("tag")
-    table.add_column("step", justify="right")
-    table.add_column("saved")
-    table.add_column("ranks x stage")
-    table.add_column("parameters", justify="right")
-    table.add_column("size", justify="right")
-    table.add_column("health")
+    table = Table(
+        "tag",
+        *numbers("step"),
+        "saved",
+        "ranks x stage",
+        *numbers("parameters", "size"),
+        "health",
+        title=Text(f"checkpoints in {folder.path}"),
+    )
     for entry in entries:
         is_latest = entry.tag == latest and entry.path is not None
         tag = Text(_printable(entry.tag) + (" (latest)" if is_latest else ""), "bold" if is_latest else "")
@@ -261,11 +262,8 @@ def _differences(values: Mapping[str, Any], defaults: Mapping[str, Any], prefix:
 
 def _tensor_table(manifest: Manifest) -> Table:
     largest = sorted(manifest.tensors.items(), key=lambda item: -item[1].nbytes)[:_NUM_LARGEST]
-    table = Table(title=f"the largest of {len(manifest.tensors)} tensors")
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("size", justify="right")
+    title = f"the largest of {len(manifest.tensors)} tensors"
+    table = Table(Column("tensor", overflow="fold"), "shape", "dtype", *numbers("size"), title=title)
     for name, info in largest:
         shape = " x ".join(map(str, info.shape)) or "scalar"
         table.add_row(Text(_printable(name)), shape, str(info.dtype).removeprefix("torch."), size_of(info.nbytes))
@@ -273,9 +271,7 @@ def _tensor_table(manifest: Manifest) -> Table:
 
 
 def _file_table(manifest: Manifest) -> Table:
-    table = Table(title=f"{len(manifest.files)} files beside {MANIFEST}")
-    table.add_column("file")
-    table.add_column("size", justify="right")
+    table = Table("file", *numbers("size"), title=f"{len(manifest.files)} files beside {MANIFEST}")
     for entry in manifest.files:
         table.add_row(Text(entry.name), size_of(entry.nbytes))
     return table
@@ -331,6 +327,7 @@ def parser() -> Parser:
     return _parsers()[0]
 
 
+@reports("checkpoint import", CheckpointError, OSError)
 def _import(arguments: argparse.Namespace, parser: Parser) -> int:
     """Convert a DeepSpeed checkpoint to a lowtide checkpoint, or the output of `zero_to_fp32` to safetensors."""
     from ..deepspeed.checkpoint_import import import_deepspeed, import_weights, is_folder_of_weights
@@ -345,9 +342,6 @@ def _import(arguments: argparse.Namespace, parser: Parser) -> int:
             path, notes = import_deepspeed(source, arguments.target, arguments.tag)
     except NoCheckpointError as error:
         parser.error(str(error))
-    except (CheckpointError, OSError) as error:
-        print(f"lowtide checkpoint import: {error}", file=sys.stderr)
-        return 1
     for note in notes:
         print(f"note: {note}")
     print(f"imported to {path}")

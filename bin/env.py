@@ -30,7 +30,7 @@ from ..launch.hosts.host import HostReport
 from ..launch.hosts.preflight import size_text
 from ..launch.hosts.report import report_host
 from ..offload import PagePool
-from .arguments import Parser
+from .arguments import Parser, reports
 
 _EPILOG = """examples:
   lowtide env
@@ -95,16 +95,13 @@ def parser() -> Parser:
     return result
 
 
+@reports("env", MeasuringError, OSError, ValueError)
 def _measure(path: Path, folder: Path | None) -> int:
-    try:
-        before = Measured.read(path).factors if path.exists() else {}
-        found = measure(lambda text: print(text, flush=True), folder)
-        # Factors of GPUs stay valid. Those of the CPU corrected the numbers that were just replaced.
-        factors = {key: factor for key, factor in before.items() if not key.startswith("cpu")}
-        replace(found, factors=factors).write(path)
-    except (MeasuringError, OSError, ValueError) as error:
-        print(f"lowtide env: {error}", file=sys.stderr)
-        return 1
+    before = Measured.read(path).factors if path.exists() else {}
+    found = measure(lambda text: print(text, flush=True), folder)
+    # Factors of GPUs stay valid. Those of the CPU corrected the numbers that were just replaced.
+    factors = {key: factor for key, factor in before.items() if not key.startswith("cpu")}
+    replace(found, factors=factors).write(path)
     print(f"written to {path}")
     return 0
 

@@ -1,6 +1,5 @@
 """`lowtide export`: write the weights of a checkpoint as safetensors, with the model's parameter names."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from ..checkpoint.checkpoint import Checkpoint
 from ..checkpoint.export import export_source, parse_bytes, parse_dtype
 from ..checkpoint.files import MANIFEST, CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
-from .arguments import Parser, argument, size_of
+from .arguments import Parser, argument, reports, size_of
 
 _EXAMPLES = """examples:
   lowtide export runs/gpt weights
@@ -19,27 +18,24 @@ _EXAMPLES = """examples:
 """
 
 
+@reports("export", CheckpointError, OSError, ValueError)
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 1, with the reason on stderr, if the export failed."""
     arguments = parser().parse_args(argv)
-    try:
-        checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
-        if left_out := checkpoint.manifest.left_out:
-            raise ValueError(
-                f"{checkpoint.path}: expected all parameters, but the checkpoint lacks {len(left_out)} "
-                "frozen parameters (checkpoint.exclude_frozen_parameters); load it into an engine, call engine.export"
-            )
-        plan = export_source(
-            checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
-            arguments.folder,
-            dtypes=checkpoint.manifest.compute_dtypes,
-            dtype=arguments.dtype,
-            shard_bytes=arguments.shard_bytes,
-            model_files=files_for(checkpoint, arguments.dtype),
+    checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
+    if left_out := checkpoint.manifest.left_out:
+        raise ValueError(
+            f"{checkpoint.path}: expected all parameters, but the checkpoint lacks {len(left_out)} "
+            "frozen parameters (checkpoint.exclude_frozen_parameters); load it into an engine, call engine.export"
         )
-    except (CheckpointError, OSError, ValueError) as error:
-        print(f"lowtide export: {error}", file=sys.stderr)
-        return 1
+    plan = export_source(
+        checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
+        arguments.folder,
+        dtypes=checkpoint.manifest.compute_dtypes,
+        dtype=arguments.dtype,
+        shard_bytes=arguments.shard_bytes,
+        model_files=files_for(checkpoint, arguments.dtype),
+    )
     files = f"{len(plan.files)} files" if len(plan.files) > 1 else "1 file"
     print(
         f"{arguments.folder}: {len(plan.places)} tensors of checkpoint {checkpoint.manifest.tag}, "

@@ -24,7 +24,7 @@ from ..engine.plan.machine import Machine, calibrated
 from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
-from .arguments import Parser, console_of, parse_count, parse_counts, parse_size
+from .arguments import Parser, console_of, numbers, parse_count, parse_counts, parse_size, reports
 from .planned import draw, show
 
 _STAGES = {
@@ -63,26 +63,17 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+@reports("plan", ValueError, ImportError, OSError)
 @uncollected(is_last=True)
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
-    from ..engine.config.config import ConfigError
-
-    try:
-        plan = _planned(arguments)
-    except (ConfigError, ValueError, ImportError, OSError) as error:
-        print(f"lowtide plan: {error}", file=sys.stderr)
-        return 1
+    plan = _planned(arguments)
     show(plan, console, arguments.tokens)
-    try:
-        if arguments.write:
-            Path(arguments.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
-            print(f"config written to {arguments.write}")
-        if arguments.png:
-            draw(plan, Path(arguments.png))
-            print(f"picture written to {arguments.png}")
-    except (ValueError, OSError) as error:
-        print(f"lowtide plan: {error}", file=sys.stderr)
-        return 1
+    if arguments.write:
+        Path(arguments.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+        print(f"config written to {arguments.write}")
+    if arguments.png:
+        draw(plan, Path(arguments.png))
+        print(f"picture written to {arguments.png}")
     return 0 if plan.fits else 1
 
 
@@ -208,12 +199,10 @@ def memory_table(num_params: int, ranks: Sequence[int], is_fp32: bool) -> Table:
     param, gradient, state = _FULL if is_fp32 else _MIXED
     kind = "fp32" if is_fp32 else "mixed precision"
     table = Table(
+        *numbers("ranks", *_STAGES.values()),
         title=f"{num_params / 1e9:,g} billion parameters, Adam, {kind}: GB per rank",
         caption="without activations, padding and gathered parameters; arXiv 1910.02054, table 1",
     )
-    table.add_column("ranks", justify="right")
-    for name in _STAGES.values():
-        table.add_column(name, justify="right")
     for count in ranks:
         totals = [predict(num_params, stage, count, param, gradient, state).total_bytes for stage in _STAGES]
         table.add_row(str(count), *(_gigabytes(total) for total in totals))

@@ -11,7 +11,7 @@ from ..engine.config.config import Config
 from ..engine.config.errors import quoted
 from ..engine.plan.choice import KEYS, Choice, value_at
 from ..engine.plan.plan import Alternative, Plan
-from .arguments import picture
+from .arguments import numbers, picture
 
 _LINKS = {
     "intra": "to devices of the host",
@@ -41,9 +41,7 @@ def show(plan: Plan, console: Console, tokens: float | None) -> None:
 
 
 def _bytes_table(plan: Plan) -> Table:
-    table = Table()
-    table.add_column("kind")
-    table.add_column("GB", justify="right")
+    table = Table("kind", *numbers("GB"))
     for kind, nbytes in plan.bytes.items():
         table.add_row(kind.removesuffix("_bytes"), _gb(nbytes, ""))
     table.add_section()
@@ -55,10 +53,7 @@ def _bytes_table(plan: Plan) -> Table:
 
 
 def _time_table(plan: Plan) -> Table:
-    table = Table()
-    table.add_column("part")
-    table.add_column("s", justify="right")
-    table.add_column("share", justify="right")
+    table = Table("part", *numbers("s", "share"))
     for name, seconds in plan.seconds.items():
         if seconds:
             table.add_row(name, f"{seconds:.4g}", f"{seconds / plan.step_seconds:.1%}")
@@ -92,9 +87,7 @@ def _decisions(plan: Plan) -> Table:
 def _show_alternatives(rows: Sequence[Alternative], console: Console) -> None:
     """Print a table with a column for each key in which the rows differ, and a line with the equal keys."""
     names = _different(rows)
-    table = Table()
-    for name in (*map(_label, names), "s a step", "samples/s", "peak, GB"):
-        table.add_column(name, justify="right")
+    table = Table(*numbers(*map(_label, names), "s a step", "samples/s", "peak, GB"))
     has_missing = any(row.missing for row in rows)
     if has_missing:
         table.add_column("missing")

@@ -5,7 +5,6 @@ The page is a single file that loads nothing. It has charts of the metrics, and 
 
 import csv
 import json
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -20,7 +19,7 @@ from rich.table import Table
 from ..engine.report.memory_report import MemoryReport, reports_in
 from ..engine.report.monitors import RUN
 from ..engine.report.step_profile import profiles_in
-from .arguments import Parser, console_of, picture
+from .arguments import Parser, console_of, numbers, picture, reports
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22
 _MAX_ROWS = 12  # of owners, and of modules
@@ -64,47 +63,30 @@ and profile in this folder.
 """
 
 
+@reports("report", ValueError, OSError)
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 1 if there is no report."""
     options = parser().parse_args(argv)
     if options.html:
-        return _write_page(options.run, options.html)
-    try:
-        reports = reports_in(options.run)
-    except (ValueError, OSError) as error:
-        print(f"lowtide report: {error}", file=sys.stderr)
-        return 1
-    chosen = [report for report in reports if options.rank in (None, report.rank)]
+        options.html.write_text(page_of(options.run), encoding="utf-8")
+        print(f"page: {options.html}")
+        return 0
+    found = reports_in(options.run)
+    chosen = [report for report in found if options.rank in (None, report.rank)]
     if not chosen:
-        ranks = ", ".join(str(report.rank) for report in reports)
-        print(f"lowtide report: expected a rank of {ranks}, found --rank {options.rank}", file=sys.stderr)
-        return 1
+        ranks = ", ".join(str(report.rank) for report in found)
+        raise ValueError(f"expected a rank of {ranks}, found --rank {options.rank}")
     report = max(chosen, key=lambda report: report.peak_bytes or sum(report.now.values()))
     if options.json:
         print(json.dumps(asdict(report), indent=2))
         return 0
     is_fullest = options.rank is None
-    _show(report, len(reports), is_fullest, console_of(132))
+    _show(report, len(found), is_fullest, console_of(132))
     if options.png:
         if not report.samples:
-            print("lowtide report: --png: expected a recorded step, found a report without one", file=sys.stderr)
-            return 1
-        try:
-            draw(report, options.png)
-        except (ValueError, OSError) as error:
-            print(f"lowtide report: {error}", file=sys.stderr)
-            return 1
+            raise ValueError("--png: expected a recorded step, found a report without one")
+        draw(report, options.png)
         print(f"timeline: {options.png}")
-    return 0
-
-
-def _write_page(run: Path, path: Path) -> int:
-    try:
-        path.write_text(page_of(run), encoding="utf-8")
-    except (ValueError, OSError) as error:
-        print(f"lowtide report: {error}", file=sys.stderr)
-        return 1
-    print(f"page: {path}")
     return 0
 
 
@@ -126,9 +108,8 @@ def _show(report: MemoryReport, num_ranks: int, is_fullest: bool, console: Conso
 
 
 def _kinds(report: MemoryReport) -> Table:
-    table = Table(caption="MB; peak of each kind, and of their sum")
-    for name in ("", "predicted", "measured", "at the peak"):
-        table.add_column(name, justify="left" if not name else "right")
+    columns = numbers("predicted", "measured", "at the peak")
+    table = Table("", *columns, caption="MB; peak of each kind, and of their sum")
     measured, at_peak = report.measured or report.now, report.at_peak or {}
     for kind in dict.fromkeys([*report.predicted, *measured]):
         cells = (report.predicted.get(kind), measured.get(kind), at_peak.get(kind))
@@ -140,9 +121,7 @@ def _kinds(report: MemoryReport) -> Table:
 
 
 def _rows(title: str, rows: Sequence[tuple[str, int]]) -> Table:
-    table = Table(title=title)
-    table.add_column("")
-    table.add_column("MB", justify="right")
+    table = Table("", *numbers("MB"), title=title)
     for name, nbytes in rows:
         table.add_row(markup.escape(name), _mb(nbytes))
     return table

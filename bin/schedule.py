@@ -1,7 +1,6 @@
 """`lowtide schedule`: draw a pipeline schedule, or rank all schedules."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -15,7 +14,7 @@ from ..pipe.schedules.grid import colour_grid, write_png
 from ..pipe.schedules.registry import KINDS, is_path, make_schedule, read_schedule
 from ..pipe.schedules.schedule import Schedule, ScheduleError
 from ..pipe.schedules.simulator import Simulation, simulate
-from .arguments import Parser, console_of, parse_count, parse_counts, parse_size
+from .arguments import Parser, console_of, numbers, parse_count, parse_counts, parse_size, reports
 
 _EXAMPLES = """examples:
   lowtide schedule show 1f1b --ranks 4 --microbatches 8
@@ -27,15 +26,12 @@ _EXAMPLES = """examples:
 """
 
 
+@reports("schedule", ScheduleError)
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if a schedule was shown or fits, else 1 with the reason on stderr."""
     arguments = parser().parse_args(argv)
     console = console_of(132)
-    try:
-        return _show(arguments, console) if arguments.command == "show" else _compare(arguments, console)
-    except ScheduleError as error:
-        print(f"lowtide schedule: {error}", file=sys.stderr)
-        return 1
+    return _show(arguments, console) if arguments.command == "show" else _compare(arguments, console)
 
 
 def _show(arguments: argparse.Namespace, console: Console) -> int:
@@ -109,13 +105,12 @@ def _costs(schedule: Schedule, arguments: argparse.Namespace) -> Costs:
 def _rank_table(simulation: Simulation) -> Table:
     schedule = simulation.schedule
     table = Table(
+        *numbers("rank", "stages", "busy", "waits", "in flight", "activations", "parameters"),
         title=f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_stages} stages, "
         f"{schedule.num_microbatches} microbatches",
         caption=f"step {simulation.makespan:.4g}; bubble {simulation.bubble:.1%} of the step, "
         f"{simulation.overhead:.1%} of the work",
     )
-    for name in ("rank", "stages", "busy", "waits", "in flight", "activations", "parameters"):
-        table.add_column(name, justify="right")
     rows = zip(simulation.busy, simulation.waits, simulation.peaks, strict=True)
     for rank, (busy, waits, peaks) in enumerate(rows):
         stages = " ".join(map(str, schedule.stages_of_rank(rank)))

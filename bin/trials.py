@@ -7,10 +7,12 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 from ..engine.report.memory_report import reports_in
@@ -73,24 +75,21 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
     begun = time.monotonic()
     with (folder / "output.txt").open("wb") as output:
         process: subprocess.Popen[bytes] | None = None
-        # A signal before `process` is assigned would leave the job running.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
         try:
-            process = subprocess.Popen(
-                [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, VARIABLE: str(request_path.resolve())},
-                start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the job
-                preexec_fn=lambda: _begin(before),
-            )
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            with _interruptions_later():  # a signal before `process` is assigned would leave the job running
+                process = subprocess.Popen(
+                    [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, VARIABLE: str(request_path.resolve())},
+                    start_new_session=True,  # Ctrl-C reaches this process alone, which then stops the job
+                    preexec_fn=end_with_parent,
+                )
             status: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
             status = None
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             if process is not None:
                 _stop(process)
     outcome = _outcome_of(request, folder, status, time.monotonic() - begun, limit, key)
@@ -100,10 +99,26 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
     return outcome
 
 
-def _begin(mask: set[signal.Signals | int]) -> None:
-    """Run in the launcher's process before its program: it receives signals, and ends with this process."""
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    end_with_parent()
+@contextlib.contextmanager
+def _interruptions_later() -> Iterator[None]:
+    """Hold back SIGINT and SIGTERM until the end of the context."""
+    # A mask of this thread would not hold them back: one of torch's threads would take the signal, and Python runs the
+    # handler in the main thread all the same.
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread receives signals
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    before = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+    for number in handlers:
+        signal.signal(number, lambda *args: came.append(args))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came[:1]:
+            handlers[number](number, frame)
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:

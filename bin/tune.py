@@ -20,13 +20,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from ..engine.config.config import Config, ConfigError
+from ..engine.config.config import Config
 from ..engine.config.read import read
 from ..engine.plan.machine import fit
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch
-from .arguments import Parser, console_of, picture
+from .arguments import Parser, console_of, numbers, picture, reports
 from .trials import TrialOutcome, run
 
 _EXAMPLES = """examples:
@@ -41,6 +41,7 @@ Write options of lowtide before SCRIPT.
 """
 
 
+@reports("tune", ValueError, OSError)
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if a trial was measured, 1 if not, 128 + N after signal N."""
     options = parser().parse_args(argv)
@@ -63,9 +64,6 @@ def main(argv: Sequence[str]) -> int:
     before = signal.signal(signal.SIGTERM, interrupt)
     try:
         return _Tuning(options).run()
-    except (ConfigError, ValueError, OSError) as error:
-        print(f"lowtide tune: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
         print(f"lowtide tune: interrupted; the same command continues in {options.folder}", file=sys.stderr)
         return 128 + (caught[0] if caught else signal.SIGINT)
@@ -252,11 +250,9 @@ def table(tried: Sequence[Tried]) -> Table:
     """Make a table of the trials, the fastest first, with a column for each key in which their configs differ."""
     choices = [trial.planned["choice"] for trial in tried if trial.planned]
     names = [name for name in (choices[0] if choices else ()) if len({str(choice[name]) for choice in choices}) > 1]
-    result = Table(title="planned and measured")
-    result.add_column("")
-    for name in (*names, "s a step, planned", "measured", "samples/s", "peak GB, planned", "measured"):
-        result.add_column(name.replace("_", " "), justify="right")
-    result.add_column("")
+    keys = (name.replace("_", " ") for name in names)
+    columns = numbers(*keys, "s a step, planned", "measured", "samples/s", "peak GB, planned", "measured")
+    result = Table("", *columns, "", title="planned and measured")
     for trial in sorted(tried, key=lambda trial: trial.speed):
         choice, outcome = trial.planned.get("choice", {}), trial.outcome
         is_measured = outcome.state == "measured"

@@ -15,7 +15,7 @@ from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint, MemoryPhase
 from ..blueprint.offload import Placement
 from ..config.config import Config
-from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds
+from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds, sent_by_link
 from .host_timeline import HostTimeline, UnitWork
 from .machine import Machine
 from .profile import ComputePhase, Profile, ProfilePart
@@ -206,17 +206,17 @@ class StepParts:
         self._num_units = len(blueprint.places[self.place].units)
 
     def estimate(self, config: Config, profile: Profile) -> Estimate:
-        """Estimate a blueprint without a pipeline. place: index in `blueprint.places`; -1: the fullest."""
+        """Estimate a step. config: with its microbatches. profile: of a microbatch."""
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
         work = MachineWork(profile, self.machine, self.blueprint.transport)
         activations = Activations(profile, config, self.blueprint.policy)
         line = self.order.timeline(work.forward, work.backward)
-        times = {"compute": line.computed, **_exposed(line)}
+        times = {"compute": line.computed, **exposed_seconds(line)}
         collectives = line.hidden_seconds
-        sent = dict(self.order.sent)
+        sent: Mapping[str, int] = self.order.sent
         if self._inner is not None:
             line = self._inner.timeline(work.forward, work.backward)
-            more = {"compute": line.computed, **_exposed(line)}
+            more = {"compute": line.computed, **exposed_seconds(line)}
             times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
             collectives += (accumulation - 1) * line.hidden_seconds
             sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
@@ -239,12 +239,10 @@ class StepParts:
             "refresh exposed": sum(message.seconds for message in self._refreshes),
             "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
-        for message in self._refreshes:
-            sent["intra"] += message.intra
-            sent["inter"] += message.inter
         calls = Calls.of(profile, self.machine, self.blueprint.transport)
-        for link, nbytes in calls.sent([call for part in profile.parts.values() for call in part.exchanges]).items():
-            sent[link] += accumulation * nbytes
+        exchanged = calls.sent([call for part in profile.parts.values() for call in part.exchanges])
+        refreshed = sent_by_link(self._refreshes)
+        sent = {link: nbytes + refreshed[link] + accumulation * exchanged[link] for link, nbytes in sent.items()}
         kinds, peak = self._memory(activations)
         host, file = self.rests.elsewhere(activations)
         tokens = samples * profile.tokens // profile.rows
@@ -307,7 +305,7 @@ def estimate(blueprint: Blueprint, machine: Machine, profile: Profile, place: in
     return StepParts(blueprint, machine, place).estimate(blueprint.config, profile)
 
 
-def _exposed(line: SimulatedTimeline) -> dict[str, float]:
+def exposed_seconds(line: SimulatedTimeline) -> dict[str, float]:
     """Return exposed seconds by kind of collective."""
     found = {"gather exposed": 0.0, "reduce exposed": 0.0}
     for key, seconds in line.exposed.items():

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import torch
+
 from ...comm import ParallelDims, regions_of
 from ...kernels.quantized_blocks import quantized_bytes
 from ...zero.plan import GroupPlan
@@ -31,6 +33,11 @@ class Message:
         return Message(self.intra + other.intra, self.inter + other.inter, self.seconds + other.seconds)
 
 
+def sent_by_link(messages: Sequence[Message]) -> dict[str, int]:
+    """Return the bytes of messages that stay within a host, and of those that leave it."""
+    return {link: sum(getattr(message, link) for message in messages) for link in ("intra", "inter")}
+
+
 @dataclass(frozen=True)
 class CollectiveCosts:
     """The collectives of a blueprint on a machine.
@@ -52,7 +59,7 @@ class CollectiveCosts:
     def gather(self, group: GroupPlan) -> Message:
         """Gather full parameters, including the read of an offloaded shard."""
         bits = None if group.sends_differences else group.weight_bits
-        nbytes = _weight_bytes(group, group.layout.padded_numel, bits)
+        nbytes = _message_bytes(group.layout.padded_numel, group.dtype, bits)
         message, machine = self._spread("gather", group.sharding.parameters, nbytes), self.machine
         home = self.blueprint.offload_plan.parameters
         if home is Placement.MODEL:
@@ -66,7 +73,7 @@ class CollectiveCosts:
         """Reduce a gradient over the ranks that shard the states."""
         total, numel = Message(), group.layout.padded_numel
         for axes, bits in group.levels:
-            total = total.and_then(self._spread("reduce", axes, _gradient_bytes(group, numel, bits)))
+            total = total.and_then(self._spread("reduce", axes, _message_bytes(numel, group.reduce_dtype, bits)))
             numel //= self.blueprint.parallel_dims.size(axes)
         return total
 
@@ -85,13 +92,13 @@ class CollectiveCosts:
             sent = (numel - summed) * narrow + (size - 1) * summed * wide
         else:
             sent = 2 * numel * narrow * (size - 1) // size
-        once = self.machine.collective(_gradient_bytes(group, numel, bits), size, self._on_host(names))
+        once = self.machine.collective(_message_bytes(numel, group.reduce_dtype, bits), size, self._on_host(names))
         return self._message("reduce", names, sent, 2 * once)
 
     def refresh(self, group: GroupPlan) -> Message:
         """Send updated parameters to the ranks that have copies."""
         numel = group.layout.padded_numel // self.blueprint.parallel_dims.size(group.sharding.parameters)
-        nbytes = _weight_bytes(group, numel, group.weight_bits)
+        nbytes = _message_bytes(numel, group.dtype, group.weight_bits)
         return self._spread("gather", group.sharding.refreshed, nbytes)
 
     def _spread(self, what: str, names: Sequence[str], nbytes: int) -> Message:
@@ -114,12 +121,8 @@ class CollectiveCosts:
         return self.machine.ranks_on_host(self.blueprint.parallel_dims, names)
 
 
-def _weight_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
-    return numel * group.dtype.itemsize if bits is None else quantized_bytes(numel, bits)
-
-
-def _gradient_bytes(group: GroupPlan, numel: int, bits: int | None) -> int:
-    return numel * group.reduce_dtype.itemsize if bits is None else quantized_bytes(numel, bits)
+def _message_bytes(numel: int, dtype: torch.dtype, bits: int | None) -> int:
+    return numel * dtype.itemsize if bits is None else quantized_bytes(numel, bits)
 
 
 @dataclass(frozen=True)
@@ -150,11 +153,7 @@ class Calls:
 
     def sent(self, calls: Sequence[CollectiveCall]) -> dict[str, int]:
         """Return bytes by link."""
-        found = {"intra": 0, "inter": 0}
-        for message in map(self._message, calls):
-            found["intra"] += message.intra
-            found["inter"] += message.inter
-        return found
+        return sent_by_link(list(map(self._message, calls)))
 
     @cached_property
     def _axes(self) -> Mapping[str, tuple[int, int]]:

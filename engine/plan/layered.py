@@ -19,11 +19,20 @@ from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint
 from ..config.config import Config
-from .estimate import Estimate, MachineWork, Resting, kept_limit, speed_of_activations, update_seconds
-from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds
+from .estimate import (
+    Estimate,
+    MachineWork,
+    Resting,
+    exposed_seconds,
+    kept_limit,
+    speed_of_activations,
+    update_seconds,
+)
+from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds, sent_by_link
 from .machine import Machine
 from .profile import Profile
 from .stages import Stages
+from .step_order import SimulatedTimeline
 
 _Moment = tuple[Action, int, int, int]
 """A block computes all microbatches: (action, gathered bytes, gradients in the first microbatch, in later ones)."""
@@ -153,7 +162,7 @@ class LayeredParts:
         computed = [count * seconds for seconds in stages.costs(0.0).forward]
         back = [count * seconds for seconds in stages.costs(0.0).backward]
         exchanging = count * sum(map(stages.exchanging, range(len(computed))))
-        gather, reduce = self._exposed(computed, back)
+        line = self._timeline(computed, back)
         first, between, last = self._added
         compute = sum(computed) + sum(back) - exchanging + first + last + between * max(0, count - 2)
         beside = {Timing.DELAYED: compute, Timing.SPECULATIVE: sum(back)}.get(self.blueprint.timing, 0.0)
@@ -161,8 +170,7 @@ class LayeredParts:
         moved = 2 * away / speed_of_activations(self.blueprint, machine)
         seconds = {
             "compute": compute,
-            "gather exposed": gather,
-            "reduce exposed": reduce,
+            **exposed_seconds(line),
             "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - compute),
             "update": max(0.0, self._update - beside),
@@ -180,7 +188,7 @@ class LayeredParts:
             step_seconds=sum(seconds.values()),
             seconds=seconds,
             hidden={
-                "collectives": max(0.0, self._sending - gather - reduce),
+                "collectives": line.hidden_seconds,
                 "activations": moved - seconds["activations exposed"],
                 "update": self._update - seconds["update"],
             },
@@ -195,28 +203,20 @@ class LayeredParts:
         kept = (config.gradient_accumulation_steps or 1) * sum(stages.kept_bytes)
         return max(0, kept - kept_limit(stages.profile, config))
 
-    def _exposed(self, forward: Sequence[float], backward: Sequence[float]) -> tuple[float, float]:
-        """Return seconds of waiting for gathers, and for reductions at the end of the step."""
-        now = link = waited = 0.0
-        ready = [0.0] * len(forward)
+    def _timeline(self, forward: Sequence[float], backward: Sequence[float]) -> SimulatedTimeline:
+        """Return the times of a step. forward, backward: seconds of all microbatches in each block."""
+        line, gathered, end = SimulatedTimeline(overlaps=self.machine.overlaps), [0.0] * len(forward), 0.0
         for action, messages in self._collectives:
-            seconds = sum(message.seconds for message in messages)
             if action.op in (Op.F, Op.B):
-                waited += max(0.0, ready[action.stage] - now)
-                now = max(now, ready[action.stage]) + (forward if action.op is Op.F else backward)[action.stage]
-            elif not self.machine.overlaps:
-                now += seconds
-                waited += seconds * (action.op is Op.GATHER)
-            else:
-                link = max(link, now) + seconds
-                ready[action.stage] = link if action.op is Op.GATHER else ready[action.stage]
-        computed = sum(forward) + sum(backward)
-        return waited, max(now, link) - computed - waited
-
-    @cached_property
-    def _sending(self) -> float:
-        """Seconds of all collectives of a step."""
-        return sum(message.seconds for _, messages in self._collectives for message in messages)
+                line.wait("gather", gathered[action.stage])
+                line.compute((forward if action.op is Op.F else backward)[action.stage])
+                continue
+            kind = "gather" if action.op is Op.GATHER else "reduce"
+            end = line.start(kind, sum(message.seconds for message in messages))
+            if action.op is Op.GATHER:
+                gathered[action.stage] = end
+        line.wait("reduce", end)  # the update needs the reductions that are still queued
+        return line
 
     @cached_property
     def _collectives(self) -> list[tuple[Action, list[Message]]]:
@@ -239,8 +239,7 @@ class LayeredParts:
         return found
 
     def _sent(self, stages: Stages, count: int) -> dict[str, int]:
-        messages = [message for _, several in self._collectives for message in several] + self._refreshes
-        found = {link: sum(getattr(message, link) for message in messages) for link in ("intra", "inter")}
+        found = sent_by_link([message for _, several in self._collectives for message in several] + self._refreshes)
         for exchanged in stages.exchanged:
             for link, nbytes in exchanged.items():
                 found[link] += count * nbytes

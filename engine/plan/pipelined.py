@@ -23,7 +23,7 @@ from ..blueprint.footprint import Footprint
 from ..blueprint.pipeline_plan import PipelinePlan
 from ..config.config import Config
 from .estimate import Estimate, MachineWork, Resting, update_seconds
-from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds
+from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds, sent_by_link
 from .machine import Machine
 from .profile import Profile
 from .stages import Stages
@@ -192,17 +192,17 @@ class _Place:
         self.shares_of_halves = [  # fraction of `reducing` that follows an I before its W
             _seconds(of_half) / (whole or 1.0) for of_half, whole in zip(halves, self.reducing, strict=True)
         ]
-        self._sent_of_halves = list(map(_sent, halves))
+        self._sent_of_halves = list(map(sent_by_link, halves))
         once = {group.name: message for of_stage in messages for group, message in of_stage}.values()
-        self._sent_by_stages = _sent([message for of_stage in messages for _, message in of_stage])
-        self._sent_once, self._seconds_once = _sent(list(once)), _seconds(once)
+        self._sent_by_stages = sent_by_link([message for of_stage in messages for _, message in of_stage])
+        self._sent_once, self._seconds_once = sent_by_link(list(once)), _seconds(once)
         self._tied_bytes = sum(  # each place with a copy sends its gradient to each other place with a copy
             (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
             for group in plan.trained
             for copies in group.sharding.tied
             if copies.are_added
         )
-        self._sending, self._sent = _seconds([*gathers, *sums]), _sent([*gathers, *sums, *refreshes])
+        self._sending, self._sent = _seconds([*gathers, *sums]), sent_by_link([*gathers, *sums, *refreshes])
 
     def host_seconds(self, num_microbatches: int) -> float:
         """Return host time of the engine in a step, and time to accumulate gradients."""
@@ -232,11 +232,6 @@ class _Place:
 
 def _seconds(messages: Iterable[Message]) -> float:
     return sum(message.seconds for message in messages)
-
-
-def _sent(messages: Sequence[Message]) -> dict[str, int]:
-    """Return sent bytes by link."""
-    return {link: sum(getattr(message, link) for message in messages) for link in ("intra", "inter")}
 
 
 def _users(pipeline: PipelinePlan, groups: Sequence[GroupPlan]) -> list[list[tuple[GroupPlan, bool]]]:

@@ -29,10 +29,13 @@ from _worker import PeakSampler, timed_steps
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 COPIES = ("copy-torch", "copy-streamed")
+_INT8 = {"states": "int8", "masters": "int8"}
 CONTENDERS = by_name(
     Contender("kernel", "C++ kernel", "lowtide", {"states": "float32"}),
     Contender("kernel-bf16", "C++ kernel, bf16 states", "lowtide", {"states": "bfloat16"}),
     Contender("kernel-int8", "C++ kernel, int8 states", "lowtide", {"states": "int8"}),
+    Contender("kernel-int8-both", "C++ kernel, int8 masters, states", "lowtide", _INT8),
+    Contender("kernel-12-bytes", "the same, bf16 gradients", "lowtide", {**_INT8, "gradients": "bfloat16"}),
     Contender("torch-chunked", "torch fused + cast, chunk by chunk", "torch", {"by_chunks": True}),
     Contender("torch-whole", "torch fused, then cast", "torch", {"by_chunks": False}),
     Contender("deepspeed", "DeepSpeedCPUAdam, then cast", "deepspeed"),
@@ -61,20 +64,31 @@ class Shard:
         return 2 * self.master.nbytes + self.gradient.nbytes + 2 * state_bytes + self.out.nbytes
 
 
-def by_lowtide(shard: Shard, states: str) -> Work:
+def by_lowtide(shard: Shard, states: str, masters: str = "float32", gradients: str = "float32") -> Work:
+    """masters: "int8" keeps 8 bits beside each bfloat16 parameter, which is then the master itself."""
     from lowtide.kernels.optimizer_states import new_states, stored_states
     from lowtide.kernels.optimizer_step import CpuKernel, ShardUpdate
+    from lowtide.kernels.weight_rounding import Rounding
     from lowtide.optimizers import OPTIMIZERS
 
-    rule, kernel = OPTIMIZERS["adamw"], CpuKernel()
+    rule, kernel, numel = OPTIMIZERS["adamw"], CpuKernel(), shard.master.numel()
     tensors = list(new_states(rule, shard.master, OPTIONS, getattr(torch, states)).values())
+    weight, rounding, remainder = shard.master, None, None
+    out: torch.Tensor | None = shard.out
+    gradient = shard.gradient.to(getattr(torch, gradients))
+    if masters == "int8":
+        weight, out = shard.master.bfloat16(), None
+        rounding, remainder = Rounding.of(0, "shard", 0), torch.zeros(numel, dtype=torch.int8)
 
     def step() -> None:
         shard.num_steps += 1
-        stored, runs, number = stored_states(tensors), [(shard.master.numel(), OPTIONS)], shard.num_steps
-        kernel.update(rule, ShardUpdate(shard.master, shard.gradient, stored, runs, [number], shard.out), number, 1.0)
+        stored, runs, number = stored_states(tensors), [(numel, OPTIONS)], shard.num_steps
+        update = ShardUpdate(weight, gradient, stored, runs, [number], out, rounding, remainder)
+        kernel.update(rule, update, number, 1.0)
 
-    return step, shard.moved_bytes(sum(tensor.nbytes for tensor in tensors))
+    written = [weight, *tensors, *([] if remainder is None else [remainder])]
+    beside = gradient.nbytes + (0 if out is None else out.nbytes)
+    return step, 2 * sum(tensor.nbytes for tensor in written) + beside
 
 
 def by_torch(shard: Shard, by_chunks: bool) -> Work:

@@ -2,15 +2,17 @@
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from lowtide.comm import ParallelDims
 from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import Footprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice
-from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate
+from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate, update_seconds
 from lowtide.engine.plan.host_timeline import HostTimeline, UnitWork
 from lowtide.engine.plan.layered import LayeredParts
 from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
@@ -127,3 +129,33 @@ def test_the_simulated_update_has_the_order_of_the_device(speculative: bool) -> 
     names = [f"blocks.{number}" for number in range(4)]
     timeline = HostTimeline.of([UnitWork(name, 1.0, 2.0, 0.25, 0.5, 0.25) for name in names], speculative)
     check_order([(event.what, event.name) for event in timeline.events], names, speculative)
+
+
+_SMALL: dict[str, Any] = {
+    "bf16": {"enabled": True, "masters": "int8"},
+    "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"bf16": {"enabled": True}, "optimizer": ADAMW}, 30),
+        (_SMALL, 14),
+        ({**_SMALL, "data_types": {"grad_accum_dtype": "bf16"}}, 12),
+    ],
+)
+def test_the_host_moves_these_bytes_a_parameter(config: dict[str, Any], expected: int) -> None:
+    """Masters and two states read and written, the gradient read, the parameter written, or read too."""
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    with torch.device("meta"):
+        model = models.tiny_gpt()
+    asked = Config.load({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, **config})
+    blueprint = Blueprint.of(asked.resolve(1), model, 1, device="cuda")
+    footprint, groups = Footprint(blueprint, 0), blueprint.places[0].updated
+    numel = sum(group.layout.shard_numel for group in groups)
+    assert expected <= sum(map(footprint.host_update_bytes, groups)) / numel < expected + 0.1
+    machine = Machine(devices_per_host=1, host_memory=1e11, link=5e10)
+    copies = sum((one.accumulation_dtype.itemsize + one.dtype.itemsize) * one.layout.shard_numel for one in groups)
+    on_host = numel * expected / machine.host_memory + copies / machine.link
+    assert update_seconds(blueprint, machine, 0) == pytest.approx(on_host, rel=0.01)

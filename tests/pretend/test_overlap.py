@@ -106,3 +106,37 @@ def train_and_check(overlap: str, precision: str) -> None:
 @pytest.mark.parametrize(("overlap", "precision"), [("none", "bf16"), ("none", "fp32"), ("speculative", "bf16")])
 def test_each_unit_waits_for_its_own_update_alone(pretend_ranks: RankPool, overlap: str, precision: str) -> None:
     pretend_ranks(1, collected, train_and_check, overlap, precision, process_group=False)
+
+
+def explode(gradient: Tensor) -> None:
+    raise RuntimeError("boom")
+
+
+def trained(overlap: str, fails: bool) -> list[Tensor]:
+    """The weights after a step, before which a backward fails when three of four gradients have left."""
+    torch.manual_seed(0)
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "overlap": overlap, **_LATE[overlap]}}
+    with make_engine(Net(NUM), {"zero_optimization": zero, **PRECISIONS["bf16"]}) as engine:
+        batch = torch.randn(2, WIDTH)
+        train_step(engine, batch)
+        if fails:
+            first = engine.module.get_submodule(NAMES[0])
+            hook = first.register_forward_hook(lambda module, args, output: output.register_hook(explode) and None)
+            with pytest.raises(RuntimeError, match="boom"):
+                train_step(engine, batch)
+            hook.remove()
+        train_step(engine, batch)
+        return list(engine.state_dict().values())
+
+
+_LATE: dict[str, dict[str, int]] = {"none": {}, "speculative": {}, "delayed": {"delay_after_steps": 0}}
+
+
+def check_errors() -> None:
+    for overlap in _LATE:
+        fine, failed = trained(overlap, False), trained(overlap, True)
+        assert all(torch.equal(a, b) for a, b in zip(fine, failed, strict=True)), overlap
+
+
+def test_an_error_while_gradients_leave_changes_nothing(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, check_errors, process_group=False)

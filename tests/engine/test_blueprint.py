@@ -31,6 +31,7 @@ from tests.kit.training import rank_and_world, refusal, settings
 from tests.parallel.test_expert_routing import Experts
 from tests.zero.apart import apart
 
+FP32: dict[str, Any] = {}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 DRAWN: dict[str, Any] = {"bf16": {"enabled": True, "masters": False}, "data_types": {"grad_accum_dtype": "bf16"}}
 HOST: dict[str, Any] = {"device": "cpu"}

@@ -252,7 +252,7 @@ def _runner(
     if blueprint.config.compile.graphs:
         from .step import graphs  # see [Note: what few trainings use]
 
-        if graphs.are_possible(blueprint, mesh.world.device):
+        if graphs.are_possible(blueprint, mesh.world):
             kind = graphs.ReplayedSequence
             run = partial(graphs.GraphRunner, max_graphs=blueprint.config.compile.max_graphs)
     sequence = kind(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)

@@ -439,6 +439,7 @@ class CompileConfig(ConfigSection):
                 for key in ("weight_bits", "frozen_weight_bits", "gradient_bits")
             },
             "communication.power_sgd.rank": ((0,), "its matrices change in each step"),
+            "fp8.enabled": ((False,), "this has not been tried"),
             "compile.mode": ((None, "default", "max-autotune-no-cudagraphs"), "other modes capture graphs too"),
         }
         return needs("compile.graphs", wanted, config)

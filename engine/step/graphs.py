@@ -9,8 +9,9 @@ The hooks of `zero/hooks.py` run while a graph is captured. A replay repeats the
 and `GroupGradient.restore` sets what they would have left on the host. Units end each backward as they began it.
 
 A graph is valid for a batch of the same shapes, in a step that has had the same gradients at the same addresses, with
-the same modules in training and the same frozen parameters (`GraphRunner._case`). The first `WARM_UP` microbatches of
-a case are eager: libraries allocate and compile then.
+the same modules in training and the same frozen parameters (`Case`). The first `WARM_UP` microbatches of a case are
+eager: libraries allocate and compile then. Ranks exchange their cases before each microbatch, since NCCL wants a
+collective to be captured, and replayed, by all of its ranks.
 
 The number of the step, learning rates, the norm and the update stay outside. Of all that changes between replays, a
 graph reads two things from the device: the loss scale (`GradientScale.on_device`), and the state of the device's
@@ -31,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Mesh
+from ...comm import Mesh, World
 from ...model.patches import ModelPatches
 from ...watch.log import logger
 from ...zero.gradient import GradientState
@@ -45,8 +46,8 @@ from .steps import Steps
 
 WARM_UP = 2
 _EAGER = "eager"
-Case = tuple[str, ...]
-"""What a graph is valid for, by rank; once if it is equal on all ranks."""
+Case = tuple[tuple[str, int | None], ...]
+"""What a graph is valid for: (text, number of the state) by rank; once if it is equal on all ranks."""
 
 
 def graphs_of(device: torch.device) -> Any:
@@ -57,19 +58,19 @@ def graphs_of(device: torch.device) -> Any:
     return module if hasattr(module, "CUDAGraph") else None
 
 
-def are_possible(blueprint: Blueprint, device: torch.device) -> bool:
+def are_possible(blueprint: Blueprint, world: World) -> bool:
     """Return whether the device has graphs. Raise ValueError if a graph could not repeat what the config asks for."""
-    if device.type == "cpu":
+    if world.device.type == "cpu":
         logger.info("config: compile.graphs: true has no effect here: the CPU launches nothing")
         return False
-    if graphs_of(device) is None:
+    if graphs_of(world.device) is None:
         raise ValueError(
-            f"compile.graphs: expected a device with torch.cuda's graphs, found {device.type}; leave compile.graphs out"
+            f"compile.graphs: expected a device with torch.cuda's graphs, found {world.device.type}; leave it out"
         )
-    if blueprint.transport != "solo":
+    if world.size > 1 and world.waits_on_host:
         raise ValueError(
-            f"compile.graphs: expected a training on a single rank, found {blueprint.parallel_dims.num_ranks} ranks: "
-            "their collectives are not captured yet; leave compile.graphs out"
+            "compile.graphs: expected a process group whose collectives a graph can hold (NCCL), found "
+            f"{world.backend}, for which the host waits; make a group for the device, or leave compile.graphs out"
         )
     if blueprint.optimizer.sends_signs:
         raise ValueError(
@@ -134,7 +135,7 @@ class GraphRunner(ModelRunner):
         self.graphs: dict[Case, _Graph] = {}
         """Those that are captured."""
         self._inputs: dict[str, list[Tensor]] = {}  # by shapes
-        self._times = Counter[Case]()
+        self._times = Counter[tuple[str, ...]]()  # by the texts of a case
         self._states = [_State(0, ())]  # the first is that of a new step
         self._now: int | None = 0  # number of the current state; None: an eager microbatch has left another
         self._seed: Tensor | None = None
@@ -152,13 +153,12 @@ class GraphRunner(ModelRunner):
             steps.begin_forward([microbatch], partial(self._output, steps, microbatch))
             ready = self.model_call.ready(microbatch, steps.scale.mark_input)
             why = self._why_eager(steps, ready)
-            if why == "engine.join()":  # ranks without data exchange no cases
-                case: Case = (_EAGER,)
-            else:
-                case = tuple(self._mesh.gather_values(self._case(steps, ready) if not why else _EAGER))
             if why:
                 self._say(f"a microbatch runs eagerly: {why}")
-            if _EAGER in case or not self._has_graph(case):
+            text = _EAGER if why else self._text(steps, ready)
+            # Ranks without data exchange no cases.
+            case = ((_EAGER, None),) if steps.join.is_open else tuple(self._mesh.gather_values((text, self._now)))
+            if not self._has_graph(case):
                 self._run_eagerly(steps, ready)
             else:
                 self._run_graph(steps, ready, case)
@@ -184,21 +184,20 @@ class GraphRunner(ModelRunner):
             return "an input requires a gradient"
         return ""
 
-    def _case(self, steps: Steps, ready: Any) -> str:
-        """Describe all that a graph depends on. Equal texts, equal graphs."""
+    def _text(self, steps: Steps, ready: Any) -> str:
+        """Describe all that a graph depends on beside the state."""
         boundary = steps.accumulated.would_complete(1)
         modes = "".join("01"[module.training] for module in self._module.modules())
         frozen = "".join("01"[param.requires_grad] for param in self.whole.params.values())
-        return f"{_shapes_of(ready)} {boundary} {self._now} {hash((modes, frozen))}"
+        return f"{_shapes_of(ready)} {boundary} {modes} {frozen}"
 
     def _has_graph(self, case: Case) -> bool:
         """Return whether the microbatch is replayed, perhaps after a capture. Count its times."""
         if case in self.graphs:
             return True
-        if self._now is None:
-            case = tuple(f"{text} in an eager step" for text in case)
-        self._times[case] += 1
-        if self._now is None or self._times[case] <= WARM_UP:
+        texts = tuple(text for text, _ in case)
+        self._times[texts] += 1
+        if _EAGER in texts or any(now is None for _, now in case) or self._times[texts] <= WARM_UP:
             return False
         if len(self.graphs) < self._max_graphs:
             return True

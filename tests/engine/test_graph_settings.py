@@ -1,6 +1,7 @@
 """Settings beside `compile.graphs`: what it refuses, and what it says."""
 
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "communication.weight_bits": ({"weight_bits": 8}, "null, found 8"),
     "communication.gradient_bits": ({"gradient_bits": 4}, "null, found 4"),
     "communication.power_sgd.rank": ({"power_sgd": {"rank": 2}}, "0, found 2"),
+    "fp8.enabled": ({"enabled": True}, "false, found true"),
     "compile.mode": ({"mode": "reduce-overhead"}, '"max-autotune-no-cudagraphs", found "reduce-overhead"'),
 }
 
@@ -44,17 +46,19 @@ def test_a_cpu_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     assert "compile.graphs: true has no effect here: the CPU launches nothing" in caplog.text
 
 
-def test_another_device_has_none_either() -> None:
-    with pytest.raises(ValueError, match=r"expected a device with torch.cuda's graphs, found xpu; leave"):
-        are_possible(Blueprint.of(Config.load({}).resolve(1), nn.Linear(3, 1), 1), torch.device("xpu"))
+def refusal(device: str, config: dict[str, Any], **world: Any) -> str:
+    found: Any = SimpleNamespace(**{"device": torch.device(device), "size": 1, "waits_on_host": False, **world})
+    with pytest.raises(ValueError, match=r"^compile\.graphs: expected") as error:
+        are_possible(Blueprint.of(Config.load(config).resolve(1), nn.Linear(3, 1), 1), found)
+    return str(error.value)
 
 
-def test_signs_of_some_steps_are_no_graph() -> None:
-    config = Config.load({"optimizer": {"type": "onebitadam", "params": {"freeze_step": 2}}}).resolve(1)
-    with pytest.raises(
-        ValueError, match=r"compile.graphs: expected gradients that each step sums alike, found the opt"
-    ):
-        are_possible(Blueprint.of(config, nn.Linear(3, 1), 1), torch.device("cuda"))
+def test_what_a_device_or_an_update_does_not_repeat_is_refused() -> None:
+    assert "a device with torch.cuda's graphs, found xpu; leave it out" in refusal("xpu", {})
+    text = refusal("cuda", {}, size=2, waits_on_host=True, backend="gloo")
+    assert "collectives a graph can hold (NCCL), found gloo, for which the host waits" in text
+    signs = {"optimizer": {"type": "onebitadam", "params": {"freeze_step": 2}}}
+    assert "gradients that each step sums alike, found the optimizer 'onebitadam'" in refusal("cuda", signs)
 
 
 def test_the_number_of_graphs_has_no_effect_without_them() -> None:

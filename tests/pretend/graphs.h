@@ -76,20 +76,26 @@ void capture_end() {
                 stream.second, ", which was given work of the graph");
 }
 
+struct Replaying {
+  Replaying() { ++num_replays; }
+  ~Replaying() { --num_replays; }
+};
+
 void replay(int64_t number) {
+  Replaying replaying;
   const Key stream{current_device, current_streams[current_device]};
-  force_current(current_device);
   c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   at::AutoDispatchBelowADInplaceOrView guard;
   for (auto& node : graphs().at(number).nodes) {
+    force_current(current_device);
     begin_work(stream);
     for (const auto& one : node.touched) {
-      bool is_there;
+      bool is_kept;
       {
         Guard held(state().lock);
-        is_there = state().cache.is_of_graphs(one.base) || state().blocks.count((char*)one.base);
+        is_kept = is_there(one.base);
       }
-      TORCH_CHECK(is_there, node.who, " of a graph uses memory that was freed since it was captured");
+      TORCH_CHECK(is_kept, node.who, " of a graph uses memory that was freed since it was captured");
       use(stream, one.base, one.low, one.high, one.writes, node.who);
     }
     node.run();

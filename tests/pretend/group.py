@@ -16,6 +16,7 @@
 | work.wait(timeout) polls, and blocks the host                   | is noted in `queues.HOST_WAITS`                   |
 | a timeout or an error ends the process (the watchdog)           | `ProcessEnded` is raised                          |
 | abort() frees the streams; results are garbage                  | waits return, what was to be written is NaN       |
+| a graph holds collectives, and waits of streams for them        | `capturable`: done by each replay                 |
 
 Where NCCL would hang, `Hang` says which rank waits for what. What ranks send goes through the rendezvous store, so that
 a thread never blocks where it cannot be called back.
@@ -24,6 +25,7 @@ a thread never blocks where it cannot be called back.
 # torch calls these methods by position; its stubs have overloads for other callers.
 # mypy: disable-error-code="override, assignment, call-arg"
 
+import functools
 import os
 import threading
 from collections import Counter
@@ -35,11 +37,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowtide.pipe.split.trees import map_leaves
+
 from .board import Board, Hang
-from .queues import Message, Post, Queue, Work
-from .values import device_name, poison, read, settle, shape_of, write
+from .queues import Message, Post, Queue, RecordedWork, Work
+from .values import device_name, is_capturing, poison, read, settle, shape_of, unowned, write
 
 BACKEND = "pretend_nccl"
+
+
+def capturable(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that is done by each replay where a graph is captured, with tensors at the same addresses."""
+
+    @functools.wraps(method)
+    def start(self: "Group", *args: Any, **kwargs: Any) -> Any:
+        if device_name() == "cpu" or not is_capturing():
+            return method(self, *args, **kwargs)
+        given, more = map_leaves(unowned, (args, kwargs))
+        return RecordedWork(functools.partial(method, self, *given, **more))
+
+    return start
 
 
 class Group(dist.ProcessGroup):
@@ -88,9 +105,11 @@ class Group(dist.ProcessGroup):
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
+    @capturable
     def send(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Work | None:
         return self._message(tensors[0], rank, is_send=True)
 
+    @capturable
     def recv(self, tensors: Sequence[Tensor], rank: int, tag: int = 0) -> Work | None:
         work = self._message(tensors[0], rank, is_send=False)
         poison(tensors[0])
@@ -128,6 +147,7 @@ class Group(dist.ProcessGroup):
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
+    @capturable
     def allreduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         (tensor,) = tensors
         operation = _OPERATIONS[_operation_of(opts)]
@@ -135,6 +155,7 @@ class Group(dist.ProcessGroup):
             f"all_reduce of {shape_of(tensor)}", tensor, lambda parts: write(tensor, _folded(parts, operation)), tensor
         )
 
+    @capturable
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         operation = _OPERATIONS[_operation_of(opts)]
 
@@ -144,12 +165,14 @@ class Group(dist.ProcessGroup):
 
         return self._collective(f"reduce_scatter of {shape_of(input)}", input, result, output)
 
+    @capturable
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         def result(parts: list[Tensor]) -> None:
             write(output, torch.cat([part.reshape(-1) for part in parts]).view(output.shape))
 
         return self._collective(f"all_gather of {shape_of(input)}", input, result, output)
 
+    @capturable
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         def result(parts: list[Tensor]) -> None:
             for output, part in zip(outputs[0], parts, strict=True):
@@ -157,6 +180,7 @@ class Group(dist.ProcessGroup):
 
         return self._collective(f"all_gather of {shape_of(inputs[0])}", inputs[0], result, *outputs[0])
 
+    @capturable
     def all_to_all_single(
         self, output: Tensor, input: Tensor, received: Sequence[int], sent: Sequence[int], opts: Any = None
     ) -> Work:
@@ -176,11 +200,13 @@ class Group(dist.ProcessGroup):
 
         return self._collective("all_to_all", input, result, output, note=list(sent), notes=splits)
 
+    @capturable
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,), root = tensors, opts.rootRank
         what = f"broadcast of {shape_of(tensor)} from rank {self._ranks[root]}"
         return self._collective(what, tensor, lambda parts: write(tensor, parts[root]), tensor)
 
+    @capturable
     def barrier(self, opts: Any = None) -> Work:
         return self._collective("barrier", torch.zeros(0, device=device_name()), lambda parts: None)
 

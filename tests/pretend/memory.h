@@ -133,10 +133,16 @@ char* find_block(const void* address) {  // with the lock held
 
 char* bytes_at(const void* address) { return address ? (char*)address + state().to_bytes : nullptr; }
 
+std::atomic<int> num_replays{0};  // that run now: what they use of their own memory was taken by nobody
+
+bool is_there(const char* base) {  // with the lock held
+  return state().blocks.count((char*)base) || (num_replays && state().cache.is_of_graphs(base));
+}
+
 void check_block(char* base, const char* who) {
   if (!base) return;
   Guard guard(state().lock);
-  TORCH_CHECK(state().blocks.count(base), who,
+  TORCH_CHECK(is_there(base), who,
               " uses memory of the pretend device that was freed before it was "
               "run; keep the tensor until the stream was waited for, or tell with record_stream");
 }
@@ -242,7 +248,12 @@ void free_block(void* address) {
     } catch (const std::exception& error) {  // destructors must not throw
       TORCH_WARN(error.what());
     }
-  if (!is_awaited(base)) end_uses(base, {device, stream}, told);
+  bool is_of_graphs;  // then replays go on to use it, and are compared with these uses
+  {
+    Guard guard(state().lock);
+    is_of_graphs = state().cache.is_of_graphs(base);
+  }
+  if (!is_of_graphs && !is_awaited(base)) end_uses(base, {device, stream}, told);
   give_back(base);
 }
 

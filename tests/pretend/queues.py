@@ -177,6 +177,34 @@ class Work(dist.Work):
             raise ProcessEnded(f"{self.what}: watchdog, after {waited:.1f} s")
 
 
+class RecordedWork(dist.Work):
+    """An operation in a graph, and the waits for it: each replay starts and awaits it."""
+
+    def __init__(self, start: Callable[[], dist.Work]) -> None:
+        super().__init__()
+        from tests.pretend import torch_pretend
+
+        self._record = torch_pretend.record
+        self._work: dist.Work | None = None
+        self._record(lambda: setattr(self, "_work", start()))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if timeout:
+            raise RuntimeError("operation not permitted while a graph is captured: the host waits for a collective")
+        self._record(self._wait)
+        return True
+
+    def _wait(self) -> None:
+        assert self._work is not None
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("operation not permitted while a graph is captured: a collective is asked for")
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
 class Queue:
     """Does one operation after the other, as a stream of a communicator."""
 

@@ -156,6 +156,9 @@ def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...]) -
     elif what == "by hand":
         engine.backward(engine(*batch))
         engine.step()
+    elif what == "join":
+        with engine.join():
+            engine.train_step(batch)
     elif what == "modes":
         engine.module.blocks[0].eval()  # type: ignore[index, union-attr]
     elif what == "rates":
@@ -201,6 +204,20 @@ def compare(cases: list[Case]) -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_graphs_compute_the_same(pretend_ranks: RankPool, part: int) -> None:
     pretend_ranks(1, collected, compare, CASES[part::4], process_group=False)
+
+
+OVER_RANKS = [
+    *(Case(stage, precision, 1 + stage) for stage in range(4) for precision in PRECISIONS),
+    *(Case(stage, "bf16", 2, RECOMPUTED) for stage in (0, 3)),
+    Case(3, "bf16", 3, {"zero_optimization": {"stage": 3, "shard_size": 1}}),
+    Case(3, "fp32", 2, rows=(2, 3)),
+    *(Case(3, "bf16", 1, between=what) for what in ("evaluation", "by hand", "join")),
+]
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_graphs_over_ranks_compute_the_same(pretend_ranks: RankPool, part: int) -> None:
+    pretend_ranks(2, collected, compare, OVER_RANKS[part::3], process_group=False, timeout=200)
 
 
 class Reading(models.TinyGPT):
@@ -251,11 +268,3 @@ def add_a_weight_of_others() -> None:
 
 def test_a_loss_scale_divides_no_gradients_of_others(pretend_ranks: RankPool) -> None:
     pretend_ranks(1, collected, add_a_weight_of_others, process_group=False)
-
-
-def train_over_ranks() -> None:
-    train_with({}, "compile.graphs: expected a training on a single rank, found 2 ranks")
-
-
-def test_several_ranks_are_refused(pretend_ranks: RankPool) -> None:
-    pretend_ranks(2, collected, train_over_ranks, process_group=False)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ def poison(tensor: Tensor) -> None:
     """What is still to come is not there."""
     if tensor.is_floating_point():
         opened(tensor).fill_(float("nan"))
+
+
+def unowned(value: Any) -> Any:
+    """A tensor of the device at the same address, which does not keep its memory; other values as they are."""
+    return torch.ops.pretend.unowned(value) if isinstance(value, Tensor) and value.device.type != "cpu" else value
+
+
+def is_capturing() -> bool:
+    return bool(torch.ops.pretend.is_capturing())
 
 
 def device_name() -> str:

@@ -279,6 +279,7 @@ struct DeviceMemory final : c10::DeviceAllocator {
     auto* base = s.reuses || graphs ? s.cache.take(rounded(nbytes), device, current_streams[device], graphs, more)
                                     : more(rounded(nbytes));
     s.blocks[base] = {nbytes, device, current_streams[device]};
+    if (graphs) std::memset(bytes_at(base), 0, nbytes);  // kernels that check indices run on it before a replay does
     auto& bytes = s.bytes[device];
     bytes.now += nbytes, bytes.taken += nbytes, bytes.peak = std::max(bytes.peak, bytes.now);
     auto& blocks = s.blocks_taken[device];

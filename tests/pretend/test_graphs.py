@@ -55,6 +55,24 @@ def test_a_replay_has_the_bits_of_the_eager_run(pretend_ranks: RankPool) -> None
     pretend_ranks(1, replay_what_was_recorded, process_group=False)
 
 
+def fill_memory_that_was_used() -> None:
+    """A kernel that checks its indices runs on what a capture has not computed."""
+    table, ids = torch.randn(8, 4).to("pretend"), torch.arange(8).to("pretend")
+
+    def run() -> Tensor:
+        table.add(1)  # NaN while it is captured
+        own = torch.empty(8, dtype=torch.int64, device="pretend").copy_(ids)
+        return nn.functional.embedding(own, table)
+
+    graph, found = captured(run)
+    graph.replay()
+    assert torch.equal(found.cpu(), table.cpu())
+
+
+def test_numbers_in_new_memory_are_no_wild_indices(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, fill_memory_that_was_used, process_group=False)
+
+
 def on_another_stream(x: Tensor) -> None:
     stream = torch.Stream("pretend")
     stream.wait_stream(torch.accelerator.current_stream())

@@ -78,6 +78,10 @@ class ShardingSpec:
         """Axes over which the gradient is summed and nothing is divided."""
         return tuple(name for name in self.summed if name not in self.states)
 
+    def owning_axes(self, states_size: int) -> tuple[str, ...]:
+        """Return the axes whose ranks own whole matrices: those that divide the states, if they have several ranks."""
+        return self.states if states_size > 1 else self.replicas
+
     @property
     def folds(self) -> tuple[tuple[str, ...], ...]:
         """Axes that are used together as a single process group."""

@@ -22,10 +22,6 @@ from .group import ShardedGroup
 from .layout import BLOCK_NUMEL, FlatLayout, ParamShard
 from .shard_state import ShardState, StateView
 
-SHARDED, REPLICATED = ("shard",), ("replica",)
-"""The axes over which matrices have owners: the shard axis, or the replica axis if states are not divided."""
-
-
 @dataclass(frozen=True)
 class MatrixTrip:
     """Sends the matrices of a group to owner ranks and back. Owners balance the cost of orthogonalisation.
@@ -33,8 +29,8 @@ class MatrixTrip:
         rank 0 | a a a b |  bring   | a a a a   |  scatter  | a a a b |
         rank 1 | a b b . |          |       b b b|            | a b b . |
 
-    Each rank sends its parts of a matrix to the owner, and gets the same parts back. If all ranks have whole matrices,
-    nothing is sent to the owner, and the owner sends its result to all.
+    Each rank sends its parts of a matrix to the owner, and gets the same parts back. If all ranks have whole matrices
+    (`owning_axes` are then the replicas), nothing is sent to the owner, and the owner sends its result to all.
     """
 
     group: ShardedGroup
@@ -46,7 +42,7 @@ class MatrixTrip:
     @classmethod
     def of(cls, group: ShardedGroup) -> MatrixTrip:
         is_repeated = group.axes.states.size == 1
-        exchange = group.axes.exchange_along(REPLICATED if is_repeated else SHARDED)
+        exchange = group.axes.exchange_along(group.plan.sharding.owning_axes(group.axes.states.size))
         owners = tuple(owners_of(group.layout, exchange.size))
         param_shards = tuple(
             tuple(group.layout.param_shards(0 if is_repeated else place)) for place in range(exchange.size)

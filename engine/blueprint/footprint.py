@@ -23,7 +23,7 @@ from ...zero.plan import GroupPlan, ModelPlan, Role
 from ...zero.powersgd import ThinLayout
 from ...zero.sharding_spec import ShardingSpec
 from ...zero.sign_update import SignLayout
-from ...zero.whole_update import REPLICATED, SHARDED, owners_of
+from ...zero.whole_update import owners_of
 from .axes import SEQUENCE, TENSOR
 from .blueprint import Blueprint, Timing
 from .gathered import peak_gathered_bytes
@@ -395,7 +395,7 @@ class Footprint:
         blueprint = self._blueprint
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
             return 0
-        axes = SHARDED if self._counts(group.sharding).states > 1 else REPLICATED
+        axes = group.sharding.owning_axes(self._counts(group.sharding).states)
         owners = owners_of(group.layout, blueprint.parallel_dims.size(axes))
         place = blueprint.parallel_dims.place(self._rank, axes)
         own = (

@@ -132,7 +132,7 @@ class SplitSelfCheck:
         """Raise ValueError if a module differed. wrong: on how many ranks each module differed."""
         for (name, distance), count in zip(self.distances.items(), wrong, strict=True):
             if count:
-                found = f"off by {distance:.0%} of their norm" if distance else "off on a different rank"
+                found = f"off by {distance:.2%} of their norm" if distance else "off on a different rank"
                 raise ValueError(
                     f"parallel.tensor: expected the same outputs of '{name}' as without a split, found outputs "
                     f"{'of different shapes' if math.isinf(distance) else found}. The split of its layers does not "
@@ -163,7 +163,9 @@ class SplitSelfCheck:
         pairs = zip(_tensors(output), _tensors(whole), strict=True)
         # Outputs of other shapes belong to this rank's heads (attention weights, position biases): nothing to compare.
         distances = [distance_of(own, right) for own, right in pairs if own.shape == right.shape]
-        most = MOST_NARROW if any(param.itemsize < 4 for param in module.parameters()) else _MOST
+        is_narrow = any(param.itemsize < 4 for param in module.parameters())
+        is_narrow = is_narrow or torch.is_autocast_enabled(_device_of(module).type)
+        most = MOST_NARROW if is_narrow else _MOST
         if (distance := max(distances, default=math.inf)) > most:
             self.distances[name] = distance
 

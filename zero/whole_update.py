@@ -22,6 +22,7 @@ from .group import ShardedGroup
 from .layout import BLOCK_NUMEL, FlatLayout, ParamShard
 from .shard_state import ShardState, StateView
 
+
 @dataclass(frozen=True)
 class MatrixTrip:
     """Sends the matrices of a group to owner ranks and back. Owners balance the cost of orthogonalisation.

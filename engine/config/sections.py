@@ -102,10 +102,13 @@ class TorchAutocastConfig(ConfigSection):
     """Dtype of these operations."""
 
     def faults(self, config: Any) -> list[Fault]:
-        if not self.enabled or config.parallel.pipeline == 1:
+        if not self.enabled:
             return []
-        message = "needs parallel.pipeline 1, since a stage calls parts of the model; set bf16.enabled instead"
-        return [Fault("torch_autocast.enabled", "conflict", message)]
+        found = needs("torch_autocast", {"fp16.enabled": ((False,), "its operations compute in bfloat16")}, config)
+        if config.parallel.pipeline > 1:
+            message = "needs parallel.pipeline 1, since a stage calls parts of the model; set bf16.enabled instead"
+            found.append(Fault("torch_autocast.enabled", "conflict", message))
+        return found
 
 
 _DTYPES = {  # names of DeepSpeed and torch, the latter also with "torch." before them

@@ -117,6 +117,20 @@ CASES: list[tuple[Callable[[], nn.Module], str, dict[str, str], str]] = [
 ]
 
 
+def loss_under_autocast() -> float:
+    torch.manual_seed(0)
+    model = Plain()
+    model.blocks = nn.ModuleList(Layer(partial(GateUp, nn.Tanh)) for _ in range(2))
+    plan = {"mlp.both": "column", "mlp.back": "row", "qkv": "column/3", "out": "row"}
+    config = split_config({"tensor": 2}, tensor_parallel={"plan": plan}, torch_autocast={"enabled": True})
+    with lowtide.initialize(model, config) as engine:
+        return engine.train_step({key: value[:2] for key, value in batch_of(0, "plain").items()}).loss.item()
+
+
+def test_operations_in_bfloat16_may_differ_by_their_rounding(ranks: RankPool) -> None:
+    assert ranks(2, loss_under_autocast)[0] > 0
+
+
 def tried(case: int, parallel: dict[str, int], stage: int = 3) -> str:
     """The error of two steps, or their losses."""
     mlp, style, more, _ = CASES[case]

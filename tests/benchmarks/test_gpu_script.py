@@ -28,7 +28,7 @@ TABLES = {
 # Of trainings and traces those that differ in the code of their part: what an engine of each config does on the device
 # is shown in tests/pretend.
 TRAINED = ["stage 0", "stage 2", "update in backward", "cpu, overlap delayed", "states and parameters nvme", "compiled"]
-ONLY = ["tests", "rms_norm", "sum_of_squares", "tiny", ", stage 3", *TRAINED]
+ONLY = ["devices", "tests", "rms_norm", "sum_of_squares", "tiny", ", stage 3", *TRAINED]
 
 
 def run(arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:

@@ -234,8 +234,8 @@ WITHOUT = (
 def cases_of(size: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Those of the registry for so many ranks, with their files in the folder."""
     sets = [names for names in feature_sets(*WITHOUT) if num_ranks(names) == size]
-    # Of replicas that go layer by layer it says too much between two microbatches.
-    sets = [names for names in sets if not {"hybrid sharding", "layer by layer"} <= {*names}]
+    # Of Adafactor's matrices that go layer by layer it says too much between two microbatches.
+    sets = [names for names in sets if not {"adafactor", "layer by layer"} <= {*names}]
     found = {", ".join(names): case_of(names).as_config() for names in sets}
     return {name: json.loads(json.dumps(config).replace("offloaded", str(folder))) for name, config in found.items()}
 

@@ -102,7 +102,7 @@ _REFUSED: dict[str, tuple[str, ...]] = {
     "speculative update": _OF_A_STEP,
     "delayed update": (*_OF_A_STEP, "parameters in files"),
     "fp16": ("bf16", *_WITHOUT_MASTERS),
-    "power sgd": ("messages in 4 bits",),
+    "power sgd": ("messages in 4 bits", "hybrid sharding"),
     "pipeline": (*_PARAMETERS_ELSEWHERE, *_ACTIVATIONS_ELSEWHERE, "layer by layer"),
     "split layers": (*_OF_WHOLE_PARAMETERS, "power sgd", "compiled blocks"),
     "hpZ": (*_PARAMETERS_ELSEWHERE, "muon", "adafactor", "power sgd"),

@@ -64,10 +64,6 @@ class HostUpdate:
             )
         return offloadable if needs_values else offloadable.made_anew()
 
-    def copy_to_device(self, values: Tensor, out: Tensor) -> Copy:
-        """Start a copy from `lasting` memory to the device."""
-        return self._copies.to_device(values, out)
-
     def put_back(self, values: Tensor, out: Tensor) -> Copy:
         """Start a copy from a buffer to the device. Later work on the current stream waits for it."""
         copy = self._copies.to_device(values, out)

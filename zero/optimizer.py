@@ -495,7 +495,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         """Update a second version, while the parameters are in use."""
-        shard.versions.published.wait()
         if not shard.form.is_mixed:
             shard.versions.ahead.values.copy_(shard.group.shard)
         self._update.update(shard, partial(shard.parts, shard.versions.ahead, self.speculation), gradient, terms)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..offload import FINISHED, OldVersion, Transfer, huge_zeros
+from ..offload import OldVersion, huge_zeros
 from .group import ShardedGroup, values_of
 from .host_update import HostUpdate
 
@@ -43,8 +43,6 @@ class ParameterVersions:
         self._host = host
         self.ahead = Version(0 if master is None else master.numel(), torch.empty(0, dtype=group.plan.dtype))
         """The parameters after a delayed update. Takes memory with the first such update."""
-        self.published: Transfer = FINISHED
-        """The copy of `ahead` to the device, which the next delayed update waits for."""
 
     def begin(self) -> None:
         """Take memory for `ahead`, unless it exists."""
@@ -60,21 +58,6 @@ class ParameterVersions:
         if self._master is not None:
             shard[: version.start].copy_(self._master)
         shard[version.start :].copy_(version.values, non_blocking=True)
-
-    def publish(self) -> None:
-        """Set the parameters to `ahead`. If a host updates them, a gather of the group waits for the copy."""
-        group, version = self._group, self.ahead
-        if self._host is None or group.is_loaded or not group.waits_for_update:
-            self.put(version)
-            return
-        copy = self.published = self._host.copy_to_device(version.values, group.shard[version.start :])
-
-        def wait() -> None:
-            copy.wait_on_device()
-            group.returning = None
-
-        group.release_kept()
-        group.returning = wait
 
     def keep(self) -> OldVersion:
         """Copy the current parameters."""

@@ -184,9 +184,6 @@ class StepUpdate:
         self._release_what_changes()
         for one in self._take_over():
             one.wait()
-        for shard in self._optimizer.shards:
-            if shard.group.returning is not None:
-                shard.group.returning()
         self._mesh.fence(what)
 
     def raise_failure(self) -> None:
@@ -219,7 +216,7 @@ class StepUpdate:
         self._optimizer.thread.end()
         pending = []
         for shard in self._optimizer.shards:
-            shard.versions.publish()
+            shard.versions.put(shard.versions.ahead)
             pending.append(shard.group.refresh(is_update=True))
         return pending
 

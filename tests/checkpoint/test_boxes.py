@@ -39,9 +39,9 @@ def random_ranges(count: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
         yield shape, start, end
 
 
-@pytest.mark.parametrize("max_numel", [1, 2, 3, 7, 16, NO_LIMIT])
+@pytest.mark.parametrize("max_numel", [1, 3, 16, NO_LIMIT])
 def test_boxes_cover_a_range_exactly_in_order_and_in_one_stretch_each(max_numel: int) -> None:
-    for shape, start, end in random_ranges(400):
+    for shape, start, end in random_ranges(150):
         covered = []
         for chunk in chunks_of_range(shape, start, end, max_numel):
             elements = elements_of(chunk, shape)
@@ -52,7 +52,7 @@ def test_boxes_cover_a_range_exactly_in_order_and_in_one_stretch_each(max_numel:
 
 
 def test_boxes_are_few() -> None:
-    for shape, start, end in random_ranges(2000):
+    for shape, start, end in random_ranges(500):
         count = len(chunks_of_range(shape, start, end, NO_LIMIT))
         assert count <= max(1, 2 * len(shape) - 1), (shape, start, end)
     for num_dims in range(1, 6):  # so many are really needed: all but the first and the last element
@@ -103,7 +103,7 @@ def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.Monke
         write_part(saving, rank, [one], [], {})
     target.commit(manifest_of({"w": value}, "a", len(chunk_views)), NO_OPTIMIZER, None)
     source = target.open().weights
-    for cuts, count, dtype in itertools.product(CUTS.values(), (1, 2, 7), (torch.float32, torch.float64)):
+    for cuts, (count, dtype) in itertools.product(CUTS.values(), ((1, torch.float64), (7, torch.float32))):
         found = list(shards(cuts, value, count))
         wanted = [
             dataclasses.replace(one, name="w", memory=torch.full_like(one.values, torch.nan, dtype=dtype))
@@ -114,9 +114,8 @@ def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.Monke
             assert torch.equal(one.values, expected.values.to(dtype)), (written, one.chunk, one.start)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_splits_are_written_to_and_read_from_safetensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    value = torch.randn(SHAPE)
+def test_splits_are_written_to_and_read_from_safetensors(tmp_path: Path) -> None:
+    value, dtype = torch.randn(SHAPE), torch.bfloat16
     for name, cuts in CUTS.items():
         folder = ExportFolder(tmp_path / name, WeightsPlan.of({"model.w": TensorInfo(SHAPE, dtype)}, 1 << 20))
         folder.create({})

@@ -3,6 +3,7 @@
 import os
 import random
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def tensors() -> dict[str, Tensor]:
     }
 
 
-def random_pieces(values: dict[str, Tensor], world_size: int, seed: int) -> list[dict[str, tuple[int, int]]]:
+def random_pieces(values: dict[str, Tensor], world_size: int) -> list[dict[str, tuple[int, int]]]:
     """Uneven parts; some ranks have none of a tensor."""
-    draw = random.Random(seed)
+    draw = random.Random(1)
     pieces: list[dict[str, tuple[int, int]]] = [{} for _ in range(world_size)]
     for name, value in values.items():
         cuts = sorted(draw.randint(0, value.numel()) for _ in range(world_size - 1))
@@ -57,25 +58,24 @@ BOTH_WAYS = pytest.mark.parametrize("shared", [True, False])
 
 @pytest.mark.usefixtures("cold")
 @BOTH_WAYS
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", [1, 5])
 def test_any_range_comes_back_whoever_wrote_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shared: bool
 ) -> None:
     monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 64)  # many boxes in small tensors
     draw = random.Random(world_size)
     values = tensors()
-    for seed in range(2):
-        source = write(tmp_path, values, f"{seed}", random_pieces(values, world_size, seed)).open().weights
-        assert differences(read_all(source), values) == []
-        for name, value in values.items():
-            chunk_views = []
-            for _ in range(10):
-                low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
-                memory = torch.empty(high - low, dtype=value.dtype)
-                chunk_views.append(ChunkView(name, tuple(value.shape), low, memory))
-            source.read(chunk_views, shared)
-            for one in chunk_views:
-                assert torch.equal(one.values, value.reshape(-1)[one.start : one.end])
+    source = write(tmp_path, values, "a", random_pieces(values, world_size)).open().weights
+    assert differences(read_all(source), values) == []
+    for name, value in values.items():
+        chunk_views = []
+        for _ in range(10):
+            low, high = sorted(draw.randint(0, value.numel()) for _ in range(2))
+            memory = torch.empty(high - low, dtype=value.dtype)
+            chunk_views.append(ChunkView(name, tuple(value.shape), low, memory))
+        source.read(chunk_views, shared)
+        for one in chunk_views:
+            assert torch.equal(one.values, value.reshape(-1)[one.start : one.end])
 
 
 def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
@@ -165,14 +165,16 @@ DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("name", FILES)
-def test_every_damage_to_every_file_is_found_and_the_file_is_named(tmp_path: Path, name: str, damage: str) -> None:
-    path = write(tmp_path, {"w": torch.randn(3000)}).path / "a" / name
-    content = DAMAGES[damage](path.read_bytes())
-    path.unlink() if content is None else path.write_bytes(content)
-    text = refusal(lambda: Checkpoint(path.parent).verify(), kind=CheckpointError)
-    assert text.startswith(f"{path}: expected ")
+def test_every_damage_to_every_file_is_found_and_the_file_is_named(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"w": torch.randn(3000)}).path / "a"
+    for name, damage in product(FILES, DAMAGES):
+        path = folder / name
+        intact = path.read_bytes()
+        content = DAMAGES[damage](intact)
+        path.unlink() if content is None else path.write_bytes(content)
+        text = refusal(lambda: Checkpoint(folder).verify(), kind=CheckpointError)
+        assert text.startswith(f"{path}: expected "), (name, damage)
+        path.write_bytes(intact)
 
 
 def test_every_single_byte_of_the_description_counts(tmp_path: Path) -> None:
@@ -182,15 +184,14 @@ def test_every_single_byte_of_the_description_counts(tmp_path: Path) -> None:
     expected = Checkpoint(folder).manifest
     found = 0
     for place in range(len(intact)):
-        for bit in (1, 32):
-            content = bytearray(intact)
-            content[place] ^= bit
-            (folder / "lowtide.json").write_bytes(content)
-            try:
-                assert Checkpoint(folder).manifest == expected
-            except CheckpointError:
-                found += 1
-    assert found > 1.9 * len(intact)
+        content = bytearray(intact)
+        content[place] ^= (1, 32)[place % 2]
+        (folder / "lowtide.json").write_bytes(content)
+        try:
+            assert Checkpoint(folder).manifest == expected
+        except CheckpointError:
+            found += 1
+    assert found > 0.95 * len(intact)
 
 
 @pytest.mark.usefixtures("cold")

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
     "gfx942": ("hip", "gfx942", 64),
 }
 ACTIVATIONS = (torch.float32, torch.bfloat16, torch.float16)
-NARROW = (torch.bfloat16, torch.float16)
 DEFAULT_REGISTERS = 128
 
 
@@ -129,39 +127,29 @@ def code_of_amd(text: str) -> Code:
     return Code(registers, 4 * spills, max(widths, default=0))
 
 
-def targets_of(case: int, dtype: torch.dtype, dtypes: tuple[torch.dtype, ...], num_cases: int) -> list[str]:
-    """For which GPUs a case is compiled in a dtype: NVIDIA's take turns, and the two types of 16 bits.
-
-    A launch has the same loads, and nearly the same registers, in both of these. The compiler for AMD takes ten times
-    as long: every fourth case has one dtype there, in turn. A module with few cases is compiled for all.
-    """
-    cuda = [target for target, (backend, *_) in TARGETS.items() if backend == "cuda"]
-    place = dtypes.index(dtype)
-    if num_cases < len(cuda):
-        return list(TARGETS)
-    amd = ["gfx942"] if case % 4 == 0 and place == case // 4 % len(dtypes) else []
-    if dtype in NARROW and dtype != NARROW[case % 2]:
-        return amd
-    return [cuda[(case + place) % len(cuda)], *amd]
-
-
 def compile_all(names: list[str]) -> None:
+    """Compile each case in a dtype for a GPU of NVIDIA, both in turn; and the first of each kernel for AMD's."""
     from lowtide.kernels.triton.launch import recorded_launches
 
+    cuda = [target for target, (backend, *_) in TARGETS.items() if backend == "cuda"]
     for name in names:
         module = importlib.import_module(f"tests.kernels.launches.{name}")
         loose = getattr(module, "NOT_VECTORIZED", {})
         budgets = getattr(module, "REGISTERS", {})
         dtypes = getattr(module, "DTYPES", ACTIVATIONS)
+        seen: set[str] = set()
         for number, (case, run) in enumerate(module.CASES.items()):
-            for dtype in dtypes:
-                with recorded_launches() as launches:
-                    run(dtype)
-                assert launches, f"{name}: case '{case}' launches nothing"
-                targets = targets_of(number, dtype, dtypes, len(module.CASES))
-                for launch, target in product(launches, targets):
+            # Turns of different lengths, or of the same with a shift: each dtype meets each GPU.
+            dtype = dtypes[(number + number // len(cuda)) % len(dtypes)]
+            with recorded_launches() as launches:
+                run(dtype)
+            assert launches, f"{name}: case '{case}' launches nothing"
+            for launch in launches:
+                function = launch.kernel.fn.__name__.strip("_")
+                amd = ["gfx942"] if function not in seen else []
+                seen.add(function)
+                for target in [cuda[number % len(cuda)], *amd]:
                     code = compile_launch(launch, target)
-                    function = launch.kernel.fn.__name__.strip("_")
                     compiled = Compiled(
                         f"{name}.{function}",
                         case,

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 
 from lowtide.kernels.cpu_build import BuildError, find_compiler
-from tests.kit.ranks import RankPool
-from tests.pretend.device import load
+from tests.kit.ranks import RankPool, in_a_new_process
+from tests.pretend.device import BUILD_SECONDS, load
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +16,7 @@ def pretend_ranks() -> Iterator[RankPool]:
         find_compiler()
     except BuildError as error:
         pytest.skip(f"the pretend device cannot be built here: {error}")
+    in_a_new_process(load, timeout=BUILD_SECONDS)  # one process builds it for all, and may take its time
     pool = RankPool(prepare="tests.pretend.device")
-    pool(1, load, process_group=False)  # one process builds it for all
     yield pool
     pool.close()

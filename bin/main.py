@@ -39,7 +39,17 @@ def usage() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line `argv` (default: this process's arguments) and return the exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            return _run(sys.argv[1:] if argv is None else argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # `lowtide ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at exit, and fails
+        return 128 + signal.SIGPIPE
+
+
+def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if arguments else 2
@@ -57,10 +67,5 @@ def main(argv: list[str] | None = None) -> int:
         hint = f'did you mean "{close[0]}"?' if close else f"the commands are {', '.join(COMMANDS)}"
         print(f'lowtide: unknown command "{name}"; {hint}', file=sys.stderr)
         return 2
-    try:
-        status: int = import_module(f"lowtide.bin.{name}").main(rest)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `lowtide ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at exit, and fails
-        return 128 + signal.SIGPIPE
+    status: int = import_module(f"lowtide.bin.{name}").main(rest)
     return status

@@ -38,18 +38,25 @@ class BuildError(Exception):
 
 
 def made_as_wanted(make: Callable[[tuple[str, ...]], Made], what: str, form: str, instead: str) -> Made | None:
+    """Call `make_or_say_why`, log its text after `what`, the kernel's name, and return the kernel alone."""
+    made, text = make_or_say_why(make, form, instead)
+    is_as_wanted = made is not None or os.environ.get(ENVIRONMENT) == "torch"
+    logger.log(logging.INFO if is_as_wanted else logging.WARNING, "%s: %s", what, text)
+    return made
+
+
+def make_or_say_why(make: Callable[[tuple[str, ...]], Made], form: str, instead: str) -> tuple[Made | None, str]:
     """Call `make` with the compiler flags that LOWTIDE_CPU_KERNEL selects. None if torch must do the work.
 
-    The log says which instructions are in use, or the reason for None. make: takes flags as `load_library` does, and
-    raises BuildError. what, form, instead: names of the kernel, its C++ form and its torch form in the log.
+    The text says which instructions are in use, or the reason for None. make: takes flags as `load_library` does, and
+    raises BuildError. form, instead: names of the kernel's C++ form and of its torch form in the text.
     Raises ValueError for a value of the variable that `optimizer_step.cpu_kernel` does not list.
     """
     wanted = os.environ.get(ENVIRONMENT, "native")
     if wanted not in ("native", "portable", "torch"):
         raise ValueError(f"{ENVIRONMENT}: expected native, portable or torch, found {wanted!r}")
     if wanted == "torch":
-        logger.info("%s: %s, because %s is torch", what, instead, ENVIRONMENT)
-        return None
+        return None, f"{instead}, because {ENVIRONMENT} is torch"
     attempts: list[tuple[str, tuple[str, ...]]] = [("all instructions of this processor", NATIVE)]
     attempts.append(("portable instructions", ()))
     reason = ""
@@ -59,10 +66,8 @@ def made_as_wanted(make: Callable[[tuple[str, ...]], Made], what: str, form: str
         except BuildError as error:
             reason = reason or str(error)
             continue
-        logger.info("%s: %s, with %s", what, form, instructions)
-        return made
-    logger.warning("%s: %s, because %s", what, instead, reason)
-    return None
+        return made, f"{form}, with {instructions}"
+    return None, f"{instead}, because {reason}"
 
 
 def load_library(source: Path, flags: Sequence[str] = NATIVE) -> ctypes.CDLL:

@@ -24,6 +24,7 @@ from .optimizer_states import STATE_BLOCK_NUMEL, StoredState, other_noise, round
 from .weight_rounding import Rounding, rounded_weights, split_weights, step_key, with_remainder
 
 KERNEL = "optimizer_step"
+CPU_FORMS = "a C++ pass per shard", "torch's kernels, chunk by chunk"  # with `CpuKernel`, and without it
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 per tensor: weight, gradient and two moments fit into a second-level cache
 LAUNCH_NUMEL = 1 << 26  # half a millisecond: then the updated shards can be sent, beside the next launch
 # `Kind` in cpu_optimizer.cpp.
@@ -463,4 +464,4 @@ def cpu_kernel() -> CpuKernel | None:
     LOWTIDE_CPU_KERNEL: "native" (default) uses all instructions of this processor, "portable" those of its family,
     "torch" builds nothing. Raises ValueError for any other value.
     """
-    return made_as_wanted(CpuKernel, "CPU optimizer", "a C++ pass per shard", "torch's kernels, chunk by chunk")
+    return made_as_wanted(CpuKernel, "CPU optimizer", *CPU_FORMS)

@@ -1,33 +1,33 @@
 """`lowtide env`: facts, and what works or why it does not; nothing by which machine or user are known."""
 
+import functools
 import getpass
 import importlib.metadata
 import json
 import platform
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import collect_env
 
 from lowtide.bin import env
 from lowtide.bin.main import main
 from lowtide.engine.plan.measuring.measure import MeasuringError
-from lowtide.kernels import cpu_build, optimizer_step
-from lowtide.launch.hosts.host import Device, HostReport
+from lowtide.kernels.cpu_build import BuildError, find_compiler
+from tests.kit.training import refusal
 
 Capture = pytest.CaptureFixture[str]
+collected_once = functools.cache(collect_env.get_env_info)
 
 
 @pytest.fixture(autouse=True)
-def kernel_was_not_built(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Before the test, nor after it for others."""
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # the kernels' tests, in the same process, set it
-    optimizer_step.cpu_kernel.cache_clear()
-    yield
-    optimizer_step.cpu_kernel.cache_clear()
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch asks pip and others for its facts, for seconds, and they stay the same."""
+    monkeypatch.setattr(collect_env, "get_env_info", collected_once)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 def report(capsys: Capture, *arguments: str, status: int = 0) -> dict[str, Any]:
@@ -56,32 +56,33 @@ def test_versions_are_those_that_are_installed_and_a_folder_is_left_as_it_was(ca
             assert why in found["works"][name]["why"] and not found["works"][name]["works"]
 
 
-def test_a_folder_that_cannot_be_written_fails_and_says_why(capsys: Capture, tmp_path: Path) -> None:
+def test_what_was_removed_cannot_be_written_or_measured_is_said(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     works = report(capsys, "--folder", str(tmp_path / "no" / "folder"), status=1)["works"]["offload to nvme"]
     assert not works["works"] and "No such file or directory; name an existing folder" in works["why"]
-
-
-def test_quick_is_refused(capsys: Capture) -> None:
     with pytest.raises(SystemExit):
         main(["env", "--quick"])
     assert "--quick was removed; nothing is measured without --measure, so leave it out" in capsys.readouterr().err
 
+    def fail(*_: object) -> None:
+        raise MeasuringError("rank 0 of 2 failed: no output")
+
+    monkeypatch.setattr(env, "measure", fail)
+    assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 1
+    assert "lowtide env: rank 0 of 2 failed: no output" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
 
 NO_COMPILER = "CXX is 'no-such-compiler', and this program does not exist"
+NO_KERNEL = f"torch's kernels, chunk by chunk, because {NO_COMPILER}"
 SETTING = "LOWTIDE_CPU_KERNEL: expected native, portable or torch, found 'fast'"
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "expected"),
     [
-        (
-            "CXX",
-            "no-such-compiler",
-            {
-                "c++ compiler": NO_COMPILER,
-                "cpu update kernel": f"torch's kernels, chunk by chunk, because {NO_COMPILER}",
-            },
-        ),
+        ("CXX", "no-such-compiler", {"c++ compiler": NO_COMPILER, "cpu update kernel": NO_KERNEL}),
         ("LOWTIDE_CPU_KERNEL", "portable", {"cpu update kernel": "a C++ pass per shard, with portable instructions"}),
         ("LOWTIDE_CPU_KERNEL", "fast", {"cpu update kernel": SETTING}),
         ("PATH", "/nowhere", {"ssh": "no `ssh` in the path; install OpenSSH's client"}),
@@ -93,8 +94,8 @@ def test_what_does_not_work_says_why(
 ) -> None:
     if value == "portable":
         try:
-            cpu_build.find_compiler()
-        except cpu_build.BuildError as error:
+            find_compiler()
+        except BuildError as error:
             pytest.skip(str(error))
     monkeypatch.setenv(variable, value)
     works = report(capsys)["works"]
@@ -104,49 +105,30 @@ def test_what_does_not_work_says_why(
 
 @pytest.mark.skipif(torch.version.cuda is not None or torch.version.hip is not None, reason="torch is built for GPUs")
 def test_a_torch_without_cuda_beside_accelerators_is_pointed_out() -> None:
-    works, why = env._cuda(HostReport("cuda", (Device(("0",), "H100"), Device(("1",), "H100")), ((0,),)))
-    assert not works and why.endswith("without CUDA, but this host has 2 accelerators; install a GPU build")
+    why = refusal(env._cuda, 2, kind=env.MissingError)
+    assert why.endswith("without CUDA, but this host has 2 accelerators; install a GPU build")
 
 
-def test_nothing_tells_who_and_where_this_is(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    variables = {
-        "HOME": "/home/somebody",
-        "CXX": "/home/somebody/bin/c++",
-        "LOWTIDE_TOKEN": "secret-token",
-        "WANDB_API_KEY": "secret-key",
-        "OMP_NUM_THREADS": "3",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert main(["env", "--json"]) == 0
-    text = capsys.readouterr().out
-    assert "~/bin/c++" in text and '"OMP_NUM_THREADS": "3"' in text
-    for secret in ("secret", "somebody", f'"{socket.gethostname()}"', f'"{getpass.getuser()}"'):
-        assert secret not in text
-
-
-def test_the_text_has_the_same_with_units_and_other_paths_are_not_hidden(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_nothing_tells_who_and_where_this_is_and_other_paths_are_not_hidden(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    monkeypatch.setenv("CXX", "/home/somebody-else/bin/c++")
-    for home in ("/", "/home/somebody"):
-        monkeypatch.setenv("HOME", home)
-        assert main(["env", "--folder", str(tmp_path)]) == 0
+    secrets = {"LOWTIDE_TOKEN": "secret-token", "WANDB_API_KEY": "secret-key"}
+    for name, value in {**secrets, "HOME": "/home/somebody", "OMP_NUM_THREADS": "3"}.items():
+        monkeypatch.setenv(name, value)
+    for home, shown in (("/home/somebody", "~"), ("/home/somebody-else", "/home/somebody-else")):
+        monkeypatch.setenv("CXX", f"{home}/bin/c++")
+        assert main(["env", "--json"]) == 0
         text = capsys.readouterr().out
-        assert "/home/somebody-else/bin/c++" in text and "/dev/shm" in text
+        assert f"{shown}/bin/c++" in text and '"OMP_NUM_THREADS": "3"' in text
+        for secret in ("secret", '/somebody"', f'"{socket.gethostname()}"', f'"{getpass.getuser()}"'):
+            assert secret not in text
+    assert "/home/somebody/" not in text
+    monkeypatch.setenv("HOME", "/")  # of users of many containers
+    assert main(["env"]) == 0
+    text = capsys.readouterr().out
+    assert "/home/somebody-else/bin/c++" in text and "/dev/shm" in text
     lines = [line.split() for line in text.splitlines()]
     assert {"versions", "torch", "machine", "works"} <= {line[0] for line in lines if len(line) == 1}
     assert ["OMP_NUM_THREADS", "3"] in lines
     assert any(line[:1] == ["free_memory"] and line[-1] in ("GiB", "TiB") for line in lines)
     assert any(line[:2] == ["shared-memory", "transport"] and line[2] in ("yes", "no") for line in lines)
-
-
-def test_what_cannot_be_measured_is_said(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise MeasuringError("rank 0 of 2 failed: no output")
-
-    monkeypatch.setattr(env, "measure", fail)
-    assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 1
-    assert "lowtide env: rank 0 of 2 failed: no output" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

@@ -40,7 +40,7 @@ def assert_goes_on(folder: Path) -> None:
 
 def interrupted(folder: Path) -> object:
     """What a rank leaves with where rank 1 has Ctrl-C after three steps."""
-    case = preempted_case(folder)
+    case = preempted_case(folder, **{"async": True})  # it is saved in the background, and waited for
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     engine = engine_for(case, 2)
     run_steps(engine, case, 0, 3)

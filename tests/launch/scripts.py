@@ -10,10 +10,8 @@ pathlib.Path("rank" + os.environ["RANK"]).write_text(json.dumps([environ, sys.ar
 HAS_DESCENDANTS = """
 import os, pathlib, subprocess, sys, time
 rank = os.environ["RANK"]
-sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
-code = f"import subprocess; subprocess.Popen({sleep}, start_new_session=True)"
-subprocess.run([sys.executable, "-c", code])
-subprocess.Popen(sleep)
+subprocess.run(["setsid", "--fork", "sleep", "600"])
+subprocess.Popen(["sleep", "600"])
 pathlib.Path("ready" + rank).touch()
 """
 

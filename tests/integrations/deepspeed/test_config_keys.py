@@ -1,8 +1,6 @@
 """DeepSpeed's keys have one of four outcomes: works, a note, not supported yet, unknown."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from lowtide.engine.config.batch import BATCH_KEYS
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.errors import Fault
 from lowtide.engine.config.translate import AUTO
+from tests.test_public_api import in_fresh_python
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
@@ -354,22 +353,25 @@ def test_words_that_deepspeed_takes_are_taken(words: dict[str, Any], ours: dict[
     assert Config.load(words) == Config.load(ours)
 
 
-@pytest.mark.parametrize(
-    ("config", "is_imported"),
-    [
+def test_the_dialect_is_imported_for_files_that_need_it() -> None:
+    files: list[tuple[Any, bool]] = [
         ("zero3", False),
         ({"train_batch_size": 8, "parallel": {"tensor": 2}, "optimizer": {"type": "Adam"}}, False),
         ({"bfloat16": {"enabled": True}, "aio": {"intra_op_parallelism": 2}, "gradient_clipping": "auto"}, False),
         ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, True),
         ({"train_batch_size": 8}, True),  # which DeepSpeed takes too, with other defaults
         ({"zero_optimization": {"stge": 2}}, True),  # a near key may be one of DeepSpeed's
-    ],
-)
-def test_the_dialect_is_imported_for_files_that_need_it(config: Any, is_imported: bool) -> None:
+    ]
     code = f"""
-import contextlib, sys, lowtide
-with contextlib.suppress(lowtide.ConfigError):
-    lowtide.Config.load({config!r}).resolve(8).short_notes
-raise SystemExit("lowtide.deepspeed" in sys.modules)
+import contextlib, os, sys, lowtide
+lowtide.Config
+assert "lowtide.deepspeed" not in sys.modules
+for config, is_imported in {files!r}:
+    if child := os.fork():
+        assert os.waitpid(child, 0)[1] == 0, config
+        continue
+    with contextlib.suppress(lowtide.ConfigError):
+        lowtide.Config.load(config).resolve(8).short_notes
+    os._exit(("lowtide.deepspeed" in sys.modules) != is_imported)
 """
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == is_imported
+    in_fresh_python(code)

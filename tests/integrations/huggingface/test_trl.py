@@ -144,7 +144,8 @@ def assert_as_over_ddp(ours: Outcome, plain: Outcome) -> None:
 @pytest.mark.parametrize(("num_ranks", "case"), [(1, "DPO, LoRA"), (1, "GRPO"), *((2, case) for case in CASES)])
 def test_trainers_are_as_over_ddp(ranks: RankPool, tmp_path: Path, num_ranks: int, case: str) -> None:
     write(tmp_path, case)
-    plain, *ours = ranks(num_ranks, tune_each, str(tmp_path), [None, stage(0), stage(3)], case)[0]
+    stages = [stage(3)] if num_ranks == 2 else [stage(0), stage(3)]
+    plain, *ours = ranks(num_ranks, tune_each, str(tmp_path), [None, *stages], case)[0]
     for outcome in ours:
         assert_as_over_ddp(outcome, plain)
 

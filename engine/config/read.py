@@ -205,8 +205,9 @@ class _Form:
             if not isinstance(key, str):
                 self._fault(path, "type", f"expected a string as a key, found {quoted(key)}")
             elif not is_comment(key):
-                self._check(key, join(path, key))
-                clean[key] = self.clean(item, join(path, key), depth + 1)
+                here = join(path, key)
+                self._check(key, here)
+                clean[key] = self.clean(item, here, depth + 1)
         return clean
 
     def _check(self, value: object, path: str) -> None:
@@ -235,6 +236,6 @@ def _is_unicode(text: str) -> bool:
 
 def join(path: str, key: str) -> str:
     """Return the JSON path of a key in the object at `path`. A key that is not a plain word is quoted."""
-    is_plain = len(key) <= 80 and key.replace("-", "_").isidentifier()
+    is_plain = len(key) <= 80 and (key.isidentifier() or key.replace("-", "_").isidentifier())
     name = key if is_plain else quoted(key)
     return f"{path}.{name}" if path else name

@@ -14,8 +14,9 @@ from lowtide.engine.config.errors import MAX_FAULTS
 from lowtide.engine.config.read import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 from tests.kit.training import refusal
 
-MAX_CPU_SECONDS = 0.05
 MEGABYTE = 1_000_000
+PLAIN = json.dumps([123_456] * (MEGABYTE // 8))  # 9 ms on an idle core, and as much slower on a loaded core as a config
+MAX_COST = 5  # times the CPU time of `json` for PLAIN
 FAR_TOO_MANY = f"expected at most {MAX_VALUES:,} values, found many more; is it a config?"
 
 
@@ -82,17 +83,19 @@ def load(path: Path) -> list[str]:
 @pytest.mark.parametrize("name", SLOW)
 def test_a_file_of_a_megabyte_is_read_or_refused_in_50_ms(tmp_path: Path, name: str) -> None:
     make, fault = SLOW[name]
-    path, least = tmp_path / "run.json", math.inf
+    path, cost = tmp_path / "run.json", math.inf
     path.write_text(make(), newline="")
-    for _ in range(10):  # what else runs can only add to one
+    for _ in range(10):  # the first imports the dialect
         start = time.process_time()
+        json.loads(PLAIN)
+        middle = time.process_time()
         faults = load(path)
-        least = min(least, time.process_time() - start)
-        if least <= MAX_CPU_SECONDS:
+        cost = min(cost, (time.process_time() - middle) / (middle - start))
+        if cost <= MAX_COST:
             break
     assert (faults or [""])[0].startswith(fault)
     assert all(len(line) < 1000 for line in faults)
-    assert least <= MAX_CPU_SECONDS
+    assert cost <= MAX_COST
 
 
 def test_names_are_printed_without_their_control_characters(tmp_path: Path) -> None:

@@ -1,9 +1,16 @@
 """What all benchmarks do alike: jobs of ranks, interleaved rounds, the command line, tables, JSON files and pictures.
 
-A job starts its ranks, each a fresh process (`_worker.py`), waits for them and gathers what they wrote. A round runs
-every contender once, so that a slow minute of the machine meets all of them, and a ratio compares two jobs of the same
-round. Memory is measured in jobs that are not timed. A comparison is data: contenders, the function that a rank calls,
-and the columns of its table, which the JSON file has too, and of which some are panels of the picture.
+A job starts its ranks (`_worker.py`), waits for them and gathers what they wrote. A rank is a fork of the script where
+that measures the same, and else a fresh process: [Note: Forks and processes]. A round runs every contender once, so
+that a slow minute of the machine meets all of them, and a ratio compares two jobs of the same round. Memory is measured
+in jobs that are not timed. A comparison is data: contenders, the function that a rank calls, and the columns of its
+table, which the JSON file has too, and of which some are panels of the picture.
+
+[Note: Forks and processes]
+A script has imported torch and computed nothing, so a fork of it saves the 3 s of the import, and its steps take as
+long as those of a fresh process. A fresh process is started for memory jobs, since the C library reads the settings of
+its allocator once and a fork maps fewer pages of libraries; for devices, which may be in use here already; for another
+interpreter; and for a rank on another host.
 """
 
 from __future__ import annotations
@@ -83,12 +90,27 @@ class Process(Protocol):
 
 
 Start = Callable[[list[str], dict[str, str], Path], Process]
-"""Starts a rank, of its command, its environment, and the file that gets what it says."""
+"""Starts a rank, given its command, its environment, and the file that gets its output."""
 
 
 def start_process(command: list[str], environment: dict[str, str], log: Path) -> Process:
     with log.open("wb") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+
+
+def start_fork(command: list[str], environment: dict[str, str], log: Path, context: Any = None) -> Process:
+    """Fork this process, or the server of a context of multiprocessing."""
+    process = (context or multiprocessing.get_context("fork")).Process(
+        target=_worker.run_fork, args=(command[-1], environment, str(log))
+    )
+    process.start()
+    return _Fork(process)
+
+
+def can_fork(job: Mapping[str, Any], python: str, environment: Mapping[str, str]) -> bool:
+    """Return whether a fork of this script measures what a fresh process does. [Note: Forks and processes]"""
+    measures_memory = job.get("allocator") is not None or any(name.startswith("MALLOC_") for name in environment)
+    return python == sys.executable and environment.get("CUDA_VISIBLE_DEVICES") == "" and not measures_memory
 
 
 class Forks:
@@ -108,9 +130,7 @@ class Forks:
             forkserver.ensure_running()
 
     def __call__(self, command: list[str], environment: dict[str, str], log: Path) -> Process:
-        process = self._context.Process(target=_worker.run_fork, args=(command[-1], environment, str(log)))
-        process.start()
-        return _Fork(process)
+        return start_fork(command, environment, log, self._context)
 
 
 @dataclass(frozen=True)
@@ -175,12 +195,13 @@ def run_ranks(
     timeout_seconds: float,
     worker: Path = WORKER,
     place: Callable[[int], tuple[list[str], dict[str, str]]] | None = None,
-    start: Start = start_process,
+    start: Start | None = None,
 ) -> list[Any]:
     """Runs the worker once for each rank, with the job as its JSON file; gives what each rank wrote beside that.
 
     job: "worker", the function that a rank calls, and "threads", beside what that function asks for. place: of a rank,
-    what stands before its command, and more of its environment. start: such as `Forks`.
+    what stands before its command, and more of its environment. start: such as `Forks`; else a fork of this process or
+    a new one, see [Note: Forks and processes].
 
     Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
     left behind.
@@ -190,6 +211,9 @@ def run_ranks(
         port = probe.getsockname()[1]
     environment = environment | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environment |= {"WORLD_SIZE": str(num_processes), "LOCAL_WORLD_SIZE": str(num_processes)}
+    if start is None:
+        is_here = worker == WORKER and place is None
+        start = start_fork if is_here and can_fork(job, python, environment) else start_process
     with tempfile.TemporaryDirectory(prefix="benchmark-") as name:
         folder = Path(name)
         description = folder / "job.json"

@@ -148,8 +148,10 @@ def run_fork(path: str, environment: dict[str, str], log: str) -> None:
     with open(log, "wb") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)  # a test may have put others there
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[1:1] = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder]
     try:
         run(Path(path))
     except BaseException:

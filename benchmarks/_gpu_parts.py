@@ -85,6 +85,8 @@ def check_kernel(record: Record, name: str) -> None:
 def run_tests(record: Record) -> None:
     """Run the tests that are marked gpu. Other files are not collected: their packages may be missing here."""
     files = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if MARK in path.read_text()]
+    if IS_REHEARSAL:  # in which all are skipped
+        files = files[:1]
     names = [str(path.relative_to(ROOT)) for path in files]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     # lowtide comes from PYTHONPATH: the folder of that name in the checkout is not all of it.

@@ -15,6 +15,7 @@ from lowtide.bin.main import main
 from lowtide.checkpoint.files import data_name, index_name
 from lowtide.checkpoint.index import RankIndex
 from tests.checkpoint.making import resign, write
+from tests.engine import test_adapter_checkpoints as adapters
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
 from tests.kit.models import token_batch
 from tests.kit.ranks import RankPool
@@ -196,9 +197,6 @@ def test_options_that_are_none_are_refused(option: list[str], text: str, capsys:
 
 
 def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, capsys: Capture) -> None:
-    pytest.importorskip("peft")
-    from tests.engine.test_adapter_checkpoints import LEFT_OUT, save  # skips this module where it is imported above
-
-    save(str(tmp_path), 0, LEFT_OUT)
+    adapters.save(str(tmp_path), 0, adapters.LEFT_OUT)
     text = refused(capsys, tmp_path, tmp_path / "out")
     assert "frozen parameters (checkpoint.exclude_frozen_parameters)" in text

@@ -72,10 +72,14 @@ def engine_of(build: Any, stage: int, **config: Any) -> Any:
 
 
 def run(engine: Any, first: int, count: int) -> list[float]:
+    """The losses of so many steps."""
     losses = []
     for step in range(first, first + count):
         ids = tokens(step).chunk(engine.data_size)[engine.data_rank]
-        losses.append(engine.train_step({"input_ids": ids, "labels": ids}).loss.item())
+        batch: Any = {"input_ids": ids, "labels": ids}
+        if not engine.config.has_stages and isinstance(engine.module, ByHand):
+            batch = ids, ids
+        losses.append(engine.train_step(batch).loss.item())
     return losses
 
 

@@ -82,12 +82,6 @@ def square(model: Any, x: Tensor) -> Tensor:
     return found
 
 
-def two_views(model: Any, x: Tensor) -> Tensor:
-    """SimCLR: a loss over the outputs of two forwards."""
-    first, second = (functional.normalize(model(view), dim=1) for view in (x, x.flip(1) + 0.1))
-    return functional.cross_entropy(first @ second.t() / 0.5, torch.arange(len(x)))
-
-
 class Forces(nn.Module):
     """An energy, and its gradient by the positions, as models of molecules have it."""
 
@@ -190,7 +184,6 @@ def methods(model: Any, x: Tensor) -> Tensor:
 # A model and its loss; the mean over the batches of a step has one backward.
 OF_ONE_LOSS: tuple[tuple[Callable[[], nn.Module], Loss], ...] = (
     (net, square),
-    (partial(net, outputs=4), two_views),
     (Forces, gradient_inside_of_the_forward),
     (partial(Recomputed, False), square),
     (partial(Recomputed, True), square),
@@ -342,19 +335,6 @@ def straight_through_two(make: Make, data: Data) -> list[Any]:
     return [lower, upper]
 
 
-def distillation(make: Make, data: Data) -> list[Any]:
-    teacher, student = make(net(outputs=4)), make(net(outputs=4))
-    for step in range(STEPS):
-        losses = []
-        for x in data(step):
-            with torch.no_grad():
-                target = teacher(x).softmax(1)
-            losses.append(functional.kl_div(student(x).log_softmax(1), target, reduction="batchmean"))
-        mean(losses).backward()
-        student.step()
-    return [teacher, student]
-
-
 def counted_by_hand(make: Make, data: Data) -> list[Any]:
     """Steps of one and of two microbatches."""
     model = make(net())
@@ -405,7 +385,6 @@ LOOPS: tuple[Loop, ...] = (
     partial(frozen_critic, True),
     wgan_gp,
     straight_through_two,
-    distillation,
     counted_by_hand,
     methods_twice,
     cleared_after_the_forward,

@@ -17,7 +17,6 @@ from tests.kit.training import Case, differences, train_all as train_cases
 pytest.importorskip("peft")
 
 SOCKETS = {"communication": {"transport": "sockets"}}
-ON_HOST = {"zero_optimization": {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}}
 RECOMPUTED = {"activation_checkpointing": {"every": 1}}
 STEPS = 2
 
@@ -28,17 +27,15 @@ def in_files(folder: Any) -> dict[str, Any]:
 
 
 def test_lora_trains_as_by_plain_torch_at_every_stage(ranks: RankPool, tmp_path: Any) -> None:
-    runs: list[Any] = [(lora, stage, {}) for stage in (0, 2, 3)]
-    runs += [(lora, 3, RECOMPUTED | SOCKETS), (lora, 3, in_files(tmp_path)), (lora, 3, {"accumulation": 2})]
+    runs: list[Any] = [(lora, 0, {}), (lora, 3, RECOMPUTED | SOCKETS | in_files(tmp_path))]
     runs += [(lora, 1, {"accumulation": 2, "parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}})]
     found = ranks(2, train_all, runs, STEPS)[0]
     losses, state = train_plainly(lora, STEPS)
     for (_, stage, config), (own_losses, own_state) in zip(runs, found, strict=True):
         torch.testing.assert_close(own_losses, losses, rtol=0, atol=1e-6, msg=f"{stage} {config}")
         torch.testing.assert_close(own_state, state, rtol=0, atol=1e-5)
-    for (own_losses, own_state), (_, stage, _) in zip(found[1:5], runs[1:5], strict=True):
-        assert own_losses == found[0][0], stage
-        assert differences(own_state, found[0][1]) == [], stage
+    (own_losses, own_state), (at_3, state_at_3), _ = found
+    assert own_losses == at_3 and differences(own_state, state_at_3) == []
 
 
 def test_a_bf16_base_keeps_its_dtype_and_its_adapters_theirs(ranks: RankPool) -> None:
@@ -65,10 +62,9 @@ def bytes_at_rest(config: dict[str, Any]) -> list[tuple[dict[str, int], dict[str
     return found
 
 
-@pytest.mark.parametrize("config", [SOCKETS, {"bf16": {"enabled": True}}, ON_HOST], ids=["sockets", "bf16", "offload"])
-def test_the_base_has_no_masters_gradients_or_states(ranks: RankPool, config: dict[str, Any]) -> None:
+def test_the_base_has_no_masters_gradients_or_states(ranks: RankPool) -> None:
     padding = 1024 * 2 * 8  # elements: a block for each rank and unit
-    for by_stage in ranks(2, bytes_at_rest, config):
+    for by_stage in ranks(2, bytes_at_rest, {"bf16": {"enabled": True}}):
         for shards, (held, said, trained) in zip((1, 2), by_stage, strict=True):
             assert held == said
             assert held["optimizer"] <= 12 * (trained // shards + padding)

@@ -87,7 +87,7 @@ def assert_averages(found: Averaged, expected: Averaged, tolerance: float) -> No
 
 
 @pytest.mark.parametrize(
-    ("world_size", "transport", "stages"), [(1, "auto", (0, 3)), (2, "shared_memory", (1, 3)), (2, "sockets", (0, 2))]
+    ("world_size", "transport", "stages"), [(1, "auto", (0,)), (2, "shared_memory", (1,)), (2, "sockets", (2, 3))]
 )
 def test_averages_are_those_of_torch(ranks: RankPool, world_size: int, transport: str, stages: tuple[int, ...]) -> None:
     cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for stage in stages]
@@ -133,20 +133,15 @@ def test_a_delayed_update_is_averaged_when_it_is_made(precision: dict[str, Any])
     assert torch.equal(shown, expected)
 
 
-@pytest.mark.parametrize("precision", [BF16, {}], ids=["bf16", "fp32"])
-def test_they_are_the_same_wherever_weights_and_states_rest(
-    ranks: RankPool, tmp_path: Path, precision: dict[str, Any]
-) -> None:
+def test_they_are_the_same_wherever_weights_and_states_rest(ranks: RankPool, tmp_path: Path) -> None:
     file = {"device": "nvme", "nvme_path": str(tmp_path)}
     offloads: list[dict[str, Any]] = [
         {},
-        {"offload_optimizer": {"device": "cpu"}},
         {"offload_optimizer": file, "offload_param": file},
         {"offload_optimizer": {**file, "ratio": 0.5}},
         {"offload_optimizer": {**file, "overlap": "speculative"}},
     ]
-    case = Case(models.short_gpt, models.token_batch, 3, clip=1.0, config=precision)
-    offloads = offloads if precision else offloads[::2]
+    case = Case(models.short_gpt, models.token_batch, 3, clip=1.0, config=BF16)
     plain, *others = ranks(2, average_all, [case.at(3, config={"zero_optimization": one}) for one in offloads])[0]
     for found in others:
         assert found[1] == plain[1]
@@ -200,7 +195,7 @@ def go_on(case: Case, folder: Path, has_averages: bool, loads: bool) -> list[dic
         return [*found, look(engine)]
 
 
-@pytest.mark.parametrize(("saved", "stage", "world_size"), [(2, 0, 1), (2, 3, 2), (0, 1, 1)])
+@pytest.mark.parametrize(("saved", "stage", "world_size"), [(2, 0, 1), (0, 3, 2)])
 def test_a_checkpoint_goes_on_elsewhere(
     ranks: RankPool, tmp_path: Path, saved: int, stage: int, world_size: int
 ) -> None:

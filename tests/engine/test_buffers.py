@@ -14,7 +14,7 @@ from tests.kit.training import settings
 
 LAST_POSITION = 8191
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 3)
 
 
 def at_stages(stages: Sequence[int], precision: str, build: Any, act: Callable[[Any], Any]) -> list[Any]:
@@ -133,4 +133,4 @@ def test_blocks_get_their_inputs_in_the_type_of_their_parameters(
 ) -> None:
     found = ranks(2, at_stages, STAGES, precision, Positioned, losses)[0]
     monkeypatch.setattr(Positioned, "casts_itself", True)
-    assert found == at_stages((0,), precision, Positioned, losses) * 4
+    assert found == at_stages((0,), precision, Positioned, losses) * len(STAGES)

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from lowtide.checkpoint import folder as folder_module, index as index_module
 from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
@@ -17,7 +18,7 @@ from tests.checkpoint.making import resign
 from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on
 from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, rank_and_world, refusal
+from tests.kit.training import Case, refusal
 
 GPT = Case(short_gpt, token_batch, 3)
 MLP = Case(mlp, vector_batch)
@@ -113,16 +114,6 @@ def two_checkpoints(folder: Path) -> None:
     engine.close()
 
 
-def load_damaged(folder: Path) -> tuple[str, int]:
-    """The error, and the step of the checkpoint that it offers."""
-    engine = engine_for(DEEP, rank_and_world()[1])
-    text = refusal(engine.load_checkpoint, folder, kind=CheckpointError)
-    engine.load_checkpoint(folder, tag="good0")
-    run_steps(engine, DEEP, engine.global_step, 1)
-    engine.close()
-    return text, engine.global_step
-
-
 def flip(content: bytes) -> bytes:
     """A byte inside of values: the largest part of each file."""
     middle = len(content) // 2
@@ -144,18 +135,34 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes], str, str]] = [
 ]
 
 
+def load_damaged(folder: Path) -> list[tuple[str, int]]:
+    """For each damage: the error, and the step after the checkpoint that it offers."""
+    found = []
+    with engine_for(DEEP, 2) as engine:
+        for name, damage, _, _ in DAMAGES:
+            path = folder / "good1" / name
+            content = path.read_bytes()
+            for values in (damage(content), content):
+                dist.barrier()
+                if engine.rank == 0:
+                    path.write_bytes(values)
+                dist.barrier()
+                if values is not content:
+                    text = refusal(engine.load_checkpoint, folder, kind=CheckpointError)
+                    engine.load_checkpoint(folder, tag="good0")
+                    run_steps(engine, DEEP, engine.global_step, 1)
+                    found.append((text, engine.global_step))
+    return found
+
+
 def test_damage_is_named_on_every_rank_and_the_other_checkpoint_offered(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, two_checkpoints, tmp_path)
     offer = "The newest other checkpoint is 'good0': load_checkpoint(folder, tag=\"good0\"). "
-    for name, damage, words, end in DAMAGES:
-        path = tmp_path / "good1" / name
-        content = path.read_bytes()
-        path.write_bytes(damage(content))
-        for text, step in ranks(2, load_damaged, tmp_path):
+    for found in ranks(2, load_damaged, tmp_path):
+        for (name, _, words, end), (text, step) in zip(DAMAGES, found, strict=True):
             assert text.startswith(f"loading checkpoint 'good1' from {tmp_path} failed on "), text
-            assert f"{path}: expected " in text and words in text and offer + end in text, text
+            assert f"{tmp_path}/good1/{name}: expected " in text and words in text and offer + end in text, text
             assert step == 2
-        path.write_bytes(content)
     CheckpointFolder(tmp_path).open("good1").verify()
 
 

@@ -66,19 +66,9 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window"
 STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 RULES: dict[str, dict[str, Any]] = {
-    "adam": {"lr": 1e-2, "weight_decay": 0.1, "adam_w_mode": False},
-    "sgd": {"lr": 1e-1, "momentum": 0.9, "nesterov": True},
     "lion": {"lr": 1e-3, "weight_decay": 0.1},
     "adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1},
 }
-
-
-def two_groups(params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Its fused twin takes it."""
-    weights = [param for param in params if param.dim() > 1]
-    others = [param for param in params if param.dim() < 2]
-    groups: list[dict[str, Any]] = [{"params": weights, "lr": 2e-2, "weight_decay": 0.2}, {"params": others}]
-    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -91,13 +81,7 @@ def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimize
 
 OPTIMIZERS: dict[str, Any] = {
     "RMSprop": torch.optim.RMSprop,
-    "Adamax": torch.optim.Adamax,
     "NAdam": partial(torch.optim.NAdam, lr=1e-2),
-    "ASGD": partial(torch.optim.ASGD, lr=1e-1),
-    "Rprop": partial(torch.optim.Rprop, lr=1e-3),
-    "amsgrad": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    "Adagrad": partial(torch.optim.Adagrad, lr=1e-2, initial_accumulator_value=0.1, maximize=True),
-    "two groups": two_groups,
     "other states": groups_with_other_states,
 }
 
@@ -128,14 +112,8 @@ KINDS = [  # those that differ in what is saved
     special.Unused,
     special.Frozen,
     special.TiedAcrossUnits,
-    special.SharedModule,
     special.Empty,
-    special.OneElement,
-    special.Integer,
-    special.NotContiguous,
     special.TwoDtypes,
-    special.Normalized,
-    special.Detached,
 ]
 
 
@@ -146,10 +124,7 @@ def to(stage: int, case: Case, steps_before: int = 2, **options: Any) -> Trip:
 NO_CONFIG = {"optimizer": None}
 TRIPS = {
     "bf16": to(0, GPT.at(3, config=BF16)),
-    "bf16 in shards": to(2, GPT.at(1, config=BF16)),
     "fp16": to(1, GPT.at(3, config=FP16), steps_before=8),
-    "fp16 early": to(3, GPT.at(0, config=FP16), steps_before=1),
-    "accumulation": to(3, GPT.at(2, accumulation=2)),
     "float64": to(3, Case(models.short_gpt_float64, models.token_batch, 2)),
     "tied": to(2, Case(models.tied_gpt, models.token_batch, 3)),
     "Buffers": to(0, Case(Buffers, models.vector_batch, 3)),
@@ -161,7 +136,7 @@ TRIPS |= {
     ),
     **{
         kind.__name__: to(loaded, Case(kind, models.vector_batch_float64, saved))
-        for kind, (saved, loaded) in zip(KINDS, [(3, 0), (0, 3), (2, 3), (3, 1)] * 3, strict=False)
+        for kind, (saved, loaded) in zip(KINDS, [(3, 0), (0, 3), (2, 3), (3, 1)] * 2, strict=False)
     },
     **{
         name: to(number % 4, GPT.at(3, config={"optimizer": {"type": name, "params": params}}))
@@ -191,7 +166,7 @@ def test_each_goes_on_to_the_same_bits_at_another_stage(
     assert scales[0] < 2.0**24 and len(set(scales)) > 1  # it had come down, and still moves
 
 
-ROUGH = {"bf16": 1e-2, "bf16 in shards": 1e-2, "fp16": 1e-2, "fp16 early": 1e-2, "Rprop": 2e-3, "lion": 2e-3}
+ROUGH = {"bf16": 1e-2, "fp16": 1e-2, "lion": 2e-3}
 
 
 def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: dict[str, Continuation]) -> None:
@@ -238,8 +213,7 @@ def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
 
 
 def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
-    chosen = list(TRIPS.values())[NUM_ALONE : NUM_ALONE + 12 : 2]
-    trips = [replace(one, steps_before=0) for one in chosen]
+    trips = [replace(TRIPS[name], steps_before=0) for name in ("TwoDtypes by torch", "Frozen", "lion", "NAdam")]
     for one, other in zip(saving.save_trips(trips, tmp_path, 1), saving.load_trips(trips, tmp_path, 1), strict=True):
         assert other.differences(one) == []
         assert not any(name.startswith("state.") for name in one.restored)
@@ -250,15 +224,14 @@ def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
 
 def test_replicas_of_shards_write_one_checkpoint_and_read_any(ranks: RankPool, tmp_path: Path) -> None:
     hybrid, plain = GPT.at(3, config=HYBRID), GPT.at(2)
-    mixed = GPT.at(1, config={**HYBRID, **BF16})
-    trips = [Trip(hybrid, plain), Trip(plain, hybrid), Trip(mixed, GPT.at(3, config=BF16))]
+    trips = [Trip(hybrid, plain), Trip(plain, hybrid)]
     before = ranks(4, saving.save_trips, trips, tmp_path, 4)[0]
     assert len(list((tmp_path / "trip0").glob("*.distcp"))) == 4
-    for world_size, loaded in ((4, trips[:2]), (2, trips)):
-        after = ranks(world_size, saving.load_trips, loaded, tmp_path, world_size)[0]
-        for one, first, second in zip(loaded, before, after, strict=False):
+    for world_size in (4, 2):
+        after = ranks(world_size, saving.load_trips, trips, tmp_path, world_size)[0]
+        for one, first, second in zip(trips, before, after, strict=True):
             assert second.state_differences(first) == [], one
-            assert second.losses == pytest.approx(first.losses, rel=1e-2 if "bf16" in one.saved.config else 1e-5), one
+            assert second.losses == pytest.approx(first.losses, rel=1e-5), one
 
 
 def test_precisions_continue_each_other(ranks: RankPool, tmp_path: Path) -> None:

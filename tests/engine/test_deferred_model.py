@@ -273,14 +273,6 @@ def conjugates(model: Any) -> None:
     model.register_buffer("third", z.conj())
 
 
-def indexes_with_lists(model: Any) -> None:
-    table = torch.rand(4, 4)
-    model.first = nn.Parameter(table[:, [0, 2]])
-    table[[0, 1], 1:] = 3.0
-    table[..., [True, False, False, True]] *= 2.0 if table[[]].shape == (0, 4) else 1.0
-    model.second = nn.Parameter(table)
-
-
 def values_by_other_ways(model: Any) -> None:
     model.first = nn.Parameter(torch.tensor(data=[1.0, 2.0]) * torch.rand(2))
     model.second = nn.Parameter(model.layer.weight.new_tensor([1.0, 2.0]))
@@ -305,36 +297,9 @@ def memory_beside_none(model: Any) -> None:
     model.register_buffer("seen", model.convolution(torch.ones(1, 3, 5, 5, device="cpu")).detach())
 
 
-def changes_without_a_result(model: Any) -> float:
-    numbers = [torch.ones(2), torch.zeros(2)]
-    torch._foreach_add_(numbers, 3.0)
-    torch.add(numbers[0], 1, out=numbers[1])
-    return float(numbers[0].sum() + numbers[1][0])
-
-
-def seeds_of_torch(model: Any) -> int:
-    model.first = nn.Parameter(torch.rand(2, generator=torch.default_generator))
-    model.second = nn.Parameter(torch.rand(2, generator=torch.Generator().manual_seed(torch.initial_seed())))
-    torch.manual_seed(5)
-    return torch.initial_seed()
-
-
 def traced(model: Any) -> None:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         model.traced = torch.jit.trace(nn.Linear(3, 3), torch.rand(1, 3))
-
-
-def reads_what_was_filled(model: Any) -> tuple[float, str]:
-    nn.init.ones_(model.layer.weight)
-    table = torch.zeros(3, device="cpu")
-    table += torch.arange(3.0)
-    table[1] = torch.tensor(5.0)
-    model.register_buffer("table", table)
-    return model.layer.weight.sum().item(), f"{torch.tensor(3.0):.2f}"
-
-
-def one_memory(model: Any) -> bool:
-    return bool(model.layer.weight.data_ptr() == model.layer.weight[0].data_ptr() != model.layer.bias.data_ptr())
 
 
 def draws_by_name(model: Any) -> None:
@@ -343,14 +308,6 @@ def draws_by_name(model: Any) -> None:
 
 def pickles(model: Any) -> None:
     model.copied = pickle.loads(pickle.dumps(model.layer))
-
-
-def adds_to_memory(model: Any) -> None:
-    model.register_buffer("sum", torch.zeros(2, device="cpu").add_(torch.rand(2)))
-
-
-def makes_sparse(model: Any) -> float:
-    return torch.eye(2).to_sparse().sum().item()
 
 
 def falls_back(model: Any) -> None:
@@ -370,13 +327,6 @@ def hides_what_it_reads(model: Any) -> float:
         return 0.0
 
 
-def draws_again(model: Any) -> None:
-    state = torch.get_rng_state()
-    model.first = nn.Parameter(torch.rand(3))
-    torch.set_rng_state(state)
-    model.second = nn.Parameter(torch.rand(3))
-
-
 def copies_what_changes_later(model: Any) -> None:
     table, array = torch.zeros(3, device="cpu"), np.zeros(3, np.float32)
     for number in range(3):
@@ -390,22 +340,14 @@ RECORDED = [other_default_dtype, moves, loads_values, traced, copies_what_change
 BUILT_WITH_MEMORY: dict[Callable[[Any], object], str] = {
     legacy_constructors: "draws random numbers on a device that it names",
     seeds_of_its_own: "sets the state of torch's generator",
-    draws_again: "sets the state of torch's generator",
     generators_of_its_own: "or from a generator of its own",
     numpy_arrays: "calls numpy",
     reads: "calls nonzero",
     conjugates: "makes tensors that are sparse, conjugated or negated",
-    indexes_with_lists: "calls __getitem__",
     values_by_other_ways: "calls new_tensor of a tensor whose values come later",
     memory_beside_none: "computes with tensors that have memory and tensors that have none",
-    changes_without_a_result: "calls __float__",
-    seeds_of_torch: "or from a generator of its own",
-    reads_what_was_filled: "computes with tensors that have memory",
-    one_memory: "calls data_ptr of a tensor whose values come later",
     draws_by_name: "draws random numbers on a device that it names",
     pickles: "pickles a tensor",
-    adds_to_memory: "computes with tensors that have memory",
-    makes_sparse: "calls to_sparse",
     falls_back: "calls copy_",
     hides_what_it_reads: "calls item",
 }

@@ -15,17 +15,15 @@ from torch import Tensor
 import lowtide
 from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.offload import FileStore, OffloadError
-from tests.engine.test_optimizer_offload import wide_384
-from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
+from tests.kit.models import FEATURES, Explodes, mlp, short_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, differences, start, take_step
 from tests.zero.delayed_update import train_delayed
 from tests.zero.test_delayed_update import delayed, in_precision
 
-GPT = Case(tiny_gpt, token_batch, steps=5)
+GPT = Case(short_gpt, token_batch, steps=5)
 MLP = Case(mlp, vector_batch, steps=5)
 OWN = MLP.at(0, config={"optimizer": None})
-PLACES = ("cpu", "nvme")
 
 
 def take_steps(engine: lowtide.Engine, case: Case, first: int, end: int) -> list[float]:
@@ -55,9 +53,8 @@ def save_and_load(saved: Case, loaded: Case, folder: Path) -> tuple[list[float],
         return losses, take_steps(engine, loaded, 3, 5), engine.state_dict()
 
 
-@pytest.mark.parametrize("overlap", ["none", "speculative"])
-def test_a_save_loads_where_nothing_is_delayed(ranks: RankPool, tmp_path: Path, overlap: str) -> None:
-    saved, loaded = delayed(GPT, 3, tmp_path), delayed(GPT, 1, tmp_path, overlap=overlap)
+def test_a_save_loads_where_nothing_is_delayed(ranks: RankPool, tmp_path: Path) -> None:
+    saved, loaded = delayed(GPT, 3, tmp_path), delayed(GPT, 1, tmp_path, overlap="speculative")
     _, again, _ = ranks(2, save_and_load, saved, loaded, tmp_path)[0]
     assert again == train_delayed(GPT, 2, settled_after=(2, 3, 4)).losses[3:]
 
@@ -76,9 +73,8 @@ def looked_at(case: Case, looks: bool) -> tuple[list[float], list[float]]:
     return losses, evaluated
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_evaluating_and_looking_change_nothing(ranks: RankPool, tmp_path: Path, stage: int) -> None:
-    case = delayed(GPT, stage, tmp_path)
+def test_evaluating_and_looking_change_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    case = delayed(GPT, 3, tmp_path)
     (plain, _), (losses, evaluated) = (ranks(2, looked_at, case, looks)[0] for looks in (False, True))
     assert losses == plain
     assert evaluated[:-1] == losses[1:]  # what is evaluated is what the next step computes with
@@ -99,10 +95,9 @@ def values_given_out(case: Case, folder: Path) -> list[dict[str, Tensor]]:
         return [state, engine.state_dict(), module]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_what_is_given_out_has_all_updates(ranks: RankPool, tmp_path: Path, place: str) -> None:
+def test_what_is_given_out_has_all_updates(ranks: RankPool, tmp_path: Path) -> None:
     expected = train_delayed(GPT, 2).state
-    for values in ranks(2, values_given_out, delayed(GPT, 2, tmp_path, place), tmp_path)[0]:
+    for values in ranks(2, values_given_out, delayed(GPT, 2, tmp_path, "nvme"), tmp_path)[0]:
         assert differences(expected, values) == []
 
 
@@ -174,11 +169,10 @@ def break_and_recover(case: Case, folder: Path) -> tuple[list[str], list[float],
         return found, again, take_steps(engine, case, 1, 4)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
 def test_an_error_in_the_background_is_raised_on_every_rank_until_a_checkpoint_is_loaded(
-    ranks: RankPool, tmp_path: Path, stage: int
+    ranks: RankPool, tmp_path: Path
 ) -> None:
-    for found, again, expected in ranks(2, break_and_recover, delayed(OWN, stage, tmp_path), tmp_path):
+    for found, again, expected in ranks(2, break_and_recover, delayed(OWN, 3, tmp_path), tmp_path):
         assert found == [TOLD] * 5
         assert again == expected
 
@@ -248,9 +242,8 @@ def values_after_a_bad_step(case: Case, is_bad: bool) -> dict[str, Tensor]:
         return engine.state_dict()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_bad_gradient_leaves_the_update_before_it_under_way(ranks: RankPool, tmp_path: Path, place: str) -> None:
-    case = delayed(Case(Explodes, rows_of), 1, tmp_path, place)
+def test_a_bad_gradient_leaves_the_update_before_it_under_way(ranks: RankPool, tmp_path: Path) -> None:
+    case = delayed(Case(Explodes, rows_of), 1, tmp_path, "nvme")
     plain, found = (ranks(2, values_after_a_bad_step, case, is_bad)[0] for is_bad in (False, True))
     assert differences(plain, found) == []
 
@@ -295,25 +288,3 @@ def test_the_thread_ends_with_the_engine(tmp_path: Path, fails: bool) -> None:
     except KeyError:
         assert fails
     assert threading.active_count() == before
-
-
-def bytes_after_a_step(case: Case) -> tuple[int, int]:
-    with start(case) as engine:
-        take_step(engine, case, 0)
-        memory = engine.memory()
-    return memory.gradient_bytes, memory.optimizer_bytes
-
-
-@pytest.mark.parametrize(("place", "precision", "bytes_per_element"), [
-    ("cpu", "fp32", 8 + 4),  # two moments, and what the parameters become
-    ("cpu", "bf16", 12),  # the master weights are that
-    ("nvme", "fp32", 4),
-    ("nvme", "bf16", 2),  # their rounded copy
-])  # fmt: skip
-def test_what_the_parameters_become_takes_the_bytes_of_the_plan(
-    ranks: RankPool, tmp_path: Path, place: str, precision: str, bytes_per_element: int
-) -> None:
-    case = in_precision(Case(wide_384, vector_batch), precision)
-    num_elements = (73 + 73 + 2) * 1024  # of a shard of two; tests/engine/test_optimizer_offload.py
-    for found in ranks(2, bytes_after_a_step, delayed(case, 3, tmp_path, place)):
-        assert found == (0, bytes_per_element * num_elements)  # of the gradients that were used up nothing is left

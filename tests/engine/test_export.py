@@ -48,13 +48,12 @@ def export_at(
 @pytest.mark.parametrize(
     ("world_size", "config", "stages", "options"),
     [
-        (1, SOCKETS, [0, 3], {}),
-        (2, BF16, [0, 2, 3], {}),
+        (2, BF16, [0, 2], {}),
         (2, {}, [2], {"dtype": torch.bfloat16}),
         (4, {}, [1, 3], {"shard_bytes": "20KB"}),
         (4, HYBRID | SOCKETS | BF16, [2, 3], {}),
     ],
-    ids=["1-sockets", "2-bf16", "2-cast", "4-several files", "4-replicas of shards"],
+    ids=["2-bf16", "2-cast", "4-several files", "4-replicas of shards"],
 )
 def test_the_files_are_the_state_dict(
     ranks: RankPool,
@@ -83,17 +82,13 @@ def test_the_files_are_the_state_dict(
             assert found == [name for name in aligned if expected[name].numel()]
 
 
-@pytest.mark.parametrize("config", [BF16, FP16])
-def test_fp32_gives_the_master_weights(ranks: RankPool, tmp_path: Path, config: dict[str, Any]) -> None:
-    ranks(2, export_at, [0, 3], config, str(tmp_path), steps=0, dtype="fp32")
+def test_fp32_gives_the_master_weights(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, export_at, [0, 3], FP16, str(tmp_path), steps=0, dtype="fp32")
     torch.manual_seed(0)
     original = Everything()
     # What is frozen has no master weight, and buffers follow the dtype that is computed in.
     kept = {name for name, param in original.named_parameters() if param.requires_grad} | {"count", "mask"}
-    half = torch.bfloat16 if config is BF16 else torch.float16
-    expected = {
-        name: value if name in kept else value.to(half).float() for name, value in original.state_dict().items()
-    }
+    expected = {name: value if name in kept else value.half().float() for name, value in original.state_dict().items()}
     for stage in ("0", "3"):
         assert differences(read_by_library(tmp_path / stage), saved_once(expected)) == []
 
@@ -110,7 +105,7 @@ def export_hugging_face(name: str, stage: int, config: dict[str, Any], folder: s
         return engine.state_dict(), engine.module.config.to_dict()  # type: ignore[union-attr, operator]
 
 
-@pytest.mark.parametrize(("name", "config"), [("llama", BF16), ("gpt2", BF16), ("mixtral", {})])
+@pytest.mark.parametrize(("name", "config"), [("gpt2", BF16), ("mixtral", {})])
 def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path, name: str, config: dict[str, Any]) -> None:
     state, _ = ranks(2, export_hugging_face, name, 3, config, str(tmp_path), shard_bytes="20KB")[0]
     dtype = torch.bfloat16 if config else torch.float32

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide import Config
 from lowtide.model import float8
 from tests.kit.compiling import ignore_warning_of_compiler
 from tests.kit.models import TinyGPT, token_batch
@@ -29,10 +28,11 @@ def fp8(**more: Any) -> dict[str, Any]:
     return BF16 | {"fp8": {"enabled": True, "min_features": 32, **more}}
 
 
-PLAIN = Case(wide, token_batch, steps=4, config=BF16)
+PLAIN = Case(wide, token_batch, config=BF16)
 COMPILED = {"compile": {"blocks": True, "backend": "eager"}}
 CASES = [
-    *(PLAIN.at(stage, config=fp8(recipe=recipe)) for recipe in ("tensorwise", "rowwise") for stage in (0, 3)),
+    *(PLAIN.at(stage, config=fp8(recipe="tensorwise")) for stage in (0, 3)),
+    PLAIN.at(0, config=fp8(recipe="rowwise")),
     PLAIN.at(3, config=fp8(recipe="rowwise") | {"activation_checkpointing": {"every": 1}}),
     PLAIN.at(3, config=fp8(recipe="rowwise") | COMPILED),
     PLAIN.at(3, config=fp8(exclude=["blocks.*.up", "*.down"])),
@@ -46,9 +46,9 @@ def trained(cases: list[Case]) -> list[Outcome]:
 
 def test_every_stage_has_the_same_bits_and_losses_near_bf16(ranks: RankPool) -> None:
     plain, *outcomes = ranks(2, trained, [PLAIN, *CASES], timeout=240)[0]
-    tensorwise, tensorwise_3, rowwise, rowwise_3, recomputed, compiled, excluded = outcomes
+    tensorwise, tensorwise_3, rowwise, recomputed, compiled, excluded = outcomes
     assert tensorwise.differences(tensorwise_3) == []
-    for other in (rowwise_3, recomputed, compiled):
+    for other in (recomputed, compiled):
         assert rowwise.differences(other) == []
     different = [plain, tensorwise, rowwise, excluded]
     assert len({tuple(outcome.losses) for outcome in different}) == len(different)
@@ -74,14 +74,6 @@ def test_a_checkpoint_goes_on_without_float8_and_the_model_is_as_it_was(tmp_path
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "fp16": (
-        {"fp16": {"enabled": True}, "bf16": {}},
-        "fp8.enabled: needs fp16.enabled false (bf16 needs no loss scale)",
-    ),
-    "tensor": (
-        {"parallel": {"tensor": 2}},
-        "fp8.enabled: needs parallel.tensor 1 (split layers exchange parts of their products)",
-    ),
     "pattern": (
         fp8(exclude=["*.down", "*.dwon"]),
         'fp8.exclude: "*.dwon" excludes no layer that fp8 would compute; leave it out, or correct the pattern',
@@ -110,14 +102,6 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = 'fp8.enabled: needs the package torchao, which is not installed: pip install "lowtide[fp8]"'
     assert missing in refusal(lowtide.initialize, wide(), settings(**fp8()))
-
-
-def test_notes() -> None:
-    assert Config.load(fp8() | COMPILED).notes == ()
-    (note,) = Config.load(fp8()).notes
-    assert note == "fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"
-    (idle,) = Config.load({"fp8": {"recipe": "rowwise"}}).notes
-    assert idle == 'fp8.recipe: "rowwise" has no effect here: fp8.enabled is false'
 
 
 def test_stages_of_a_pipeline_have_the_bits_of_one_process(ranks: RankPool) -> None:

@@ -87,7 +87,7 @@ def change_masters() -> list[Tensor]:
     """Small steps after a change show whether the float32 master weights have its exact value."""
     found = []
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "sgd", "params": {"lr": 1.0}}}
-    for stage, transport in pairs(STAGES, ROUTES):
+    for stage, transport in zip(STAGES, ROUTES * 2, strict=True):
         case = on(stage, transport, Case(models.mlp, models.vector_batch, config=config))
         with start(case, loss_fn=lambda loss, batch: loss * 2**-14) as engine:
             weight = engine.module.get_parameter("last.weight")

@@ -38,7 +38,8 @@ def clip_both_ways(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
 
 def test_clipping_by_hand_is_what_the_config_does(ranks: RankPool) -> None:
     """Which is compared with torch elsewhere; the factor is torch's own."""
-    cases = [GPT.at(stage, config={"zero_optimization": mode}) for mode in MODES.values() for stage in (0, 3)]
+    places = zip((0, 3, 3), MODES.values(), strict=True)
+    cases = [GPT.at(stage, config={"zero_optimization": mode}) for stage, mode in places]
     for case, (found, expected) in zip(cases, ranks(2, clip_both_ways, cases)[0], strict=True):
         assert found.differences(expected) == [], case
 
@@ -87,8 +88,8 @@ def test_steps_are_of_the_gradients_that_were_set(ranks: RankPool, tmp_path: Pat
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     sockets = {"communication": {"transport": "sockets"}}
     speculative = {"zero_optimization": {"offload_optimizer": {**nvme, "overlap": "speculative"}}}
-    cases = [MLP.at(stage) for stage in (0, 1, 2, 3)]
-    cases += [MLP.at(3, config={**sockets, **speculative}), MLP.at(0, config=sockets)]
+    cases = [MLP.at(stage) for stage in (0, 2)]
+    cases += [MLP.at(3, config={**sockets, **speculative})]
     expected = train_plainly(MLP, 2, before_update=change_plainly)
     for case, found in zip(cases, ranks(2, change_all, cases)[0], strict=True):
         assert_close(found, expected, 1e-8, 1e-9, str(case))

@@ -153,16 +153,15 @@ def generate_at_stages(transport: str) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("transport", ROUTES)
 def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, transport: str) -> None:
-    """Models take turns in their transports; llama and mixtral have both."""
-    first = ROUTES.index(transport)
-    names = ["llama", "mixtral", *[name for name in MODELS if name not in ("llama", "mixtral")][first::2]]
+    """Each model has one of the transports."""
+    names = [name for name in MODELS if ("llama" in name) == (transport == "sockets")]
     for results in ranks(2, train_all, names, [0, 3], transport):
         for name, (plain, sharded) in results.items():
             assert sharded.differences(plain) == [], name
             assert plain.losses[1] != plain.losses[0], name
             if "checkpointing" in name:
                 assert sharded.differences(results["llama"][0]) == [], name
-        assert results["mixtral"][0].idle_experts > 0 and results["mixtral"][1].idle_experts > 0
+        assert "mixtral" not in results or all(one.idle_experts > 0 for one in results["mixtral"])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "bert", "t5", "vit"])

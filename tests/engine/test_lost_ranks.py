@@ -61,7 +61,7 @@ def train_until_rank_1_is_lost(stage: int, transport: str, how: str) -> tuple[st
     return how, 0.0
 
 
-@pytest.mark.parametrize(("transport", "stage"), [("shared_memory", 0), ("shared_memory", 3), ("sockets", 2)])
+@pytest.mark.parametrize(("transport", "stage"), [("shared_memory", 3), ("sockets", 2)])
 def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, transport: str, stage: int) -> None:
     text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, transport, "late")[0]
     assert text.startswith("CollectiveError: rank 0 in ") and "rank 1" in text

@@ -13,7 +13,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.config.scheduler import SchedulerConfig
 from lowtide.engine.step.lr_schedule import betas_at, schedule_of
 from tests.kit import models
-from tests.kit.training import Case, Scheduled, refusal, train, train_plainly
+from tests.kit.training import Case, Scheduled, train, train_plainly
 
 BASE = 0.1
 SGD = {"type": "sgd", "params": {"lr": BASE}}
@@ -180,34 +180,6 @@ def test_rates_are_those_of_torch(kind: str, params: dict[str, Any], make: Any) 
 
 def test_type_names_are_found_without_regard_to_case() -> None:
     assert scheduler("warmuplr").type == "WarmupLR" and scheduler("Constant").type == "constant"
-
-
-@pytest.mark.parametrize(
-    ("section", "expected"),
-    [
-        (
-            {"type": "LambdaLR"},
-            '"LambdaLR" is not supported yet: it needs a function; there is WarmupLR, WarmupDecayLR, ',
-        ),
-        ({"type": "ReduceLROnPlateau"}, "or pass your own lr_scheduler to initialize"),
-        ({"type": "OneCycle", "params": {"cycle_min_lr": 1}}, "scheduler.params.cycle_max_lr: must be given"),
-        ({"type": "cosin"}, 'unknown scheduler "cosin"; did you mean "cosine"?; there is'),
-        ({"params": {}}, "scheduler.type: expected one of WarmupLR, "),
-        ({"tipe": "cosine"}, 'scheduler.tipe: unknown key "tipe"; did you mean "type"?'),
-        ({"type": 1}, "PolynomialLR, found 1"),
-        ({"type": "cosine"}, "scheduler.params.total_num_steps: must be given: it has no default"),
-        (
-            {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}},
-            'scheduler.params.total_num_steps: "auto" has no meaning for this key here; '
-            "write the number of optimizer steps of the training",
-        ),
-        ({"type": "WarmupLR", "params": {"warmup_type": "exp"}}, 'expected "log" or "linear", found "exp"'),
-        ({"type": "WarmupLR", "params": {"warmup_steps": 3}}, 'did you mean "warmup_num_steps"?'),
-        ({"type": "WarmupLR", "params": {"warmup_num_steps": 0}}, "expected at least 1, found 0"),
-    ],
-)
-def test_each_fault_of_the_section_has_its_text(section: dict[str, Any], expected: str) -> None:
-    assert expected in refusal(Config.load, {"scheduler": section})
 
 
 @pytest.mark.parametrize("stage", [0, 3])

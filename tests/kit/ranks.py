@@ -59,6 +59,9 @@ PRELOADED = ["torch.distributed", "torch._dynamo", "lowtide.engine.build", "test
 PRELOADED_WITH = {  # a package that one of the tests uses -> modules that take seconds
     "transformers": "transformers.models.llama.modeling_llama",
     "lowtide.huggingface": "lowtide.huggingface",
+    "tests.integrations.lightning.modules": "lightning.pytorch",
+    "tests.integrations.huggingface.test_trl": "trl.trainer.sft_trainer",
+    "ray": "ray.train.torch",
 }
 
 

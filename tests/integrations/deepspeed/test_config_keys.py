@@ -13,6 +13,7 @@ from lowtide.engine.config.batch import BATCH_KEYS
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.errors import Fault
 from lowtide.engine.config.translate import AUTO
+from tests.integrations.deepspeed.scripts import DATA
 from tests.test_public_api import in_fresh_python
 
 
@@ -162,107 +163,8 @@ def test_the_words_of_every_section_are_known() -> None:
     Config.load({"amp": {**OFF, "opt_level": "O1"}, "autotuning": {**OFF, "arg_mappings": {"a": 1}}})
 
 
-def all_of(value: object, keys: str) -> dict[str, Any]:
-    return dict.fromkeys(keys.split(), value)
-
-
-DEFAULTS: dict[str, Any] = {  # what DeepSpeed 0.19.8 takes for a key that is left out, where it is no field here
-    **all_of(None, "steps_per_print communication_data_type log_level vocabulary_size timers optimizer scheduler"),
-    **all_of(None, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
-    **all_of(False, "dump_state disable_python_gc disable_allgather prescale_gradients wall_clock_breakdown"),
-    **all_of(False, "memory_breakdown zero_allow_untested_optimizer dataloader_drop_last"),
-    **all_of(False, "use_data_before_expert_parallelism"),
-    **all_of(True, "managed_gradient_accumulation zero_force_ds_cpu_optimizer"),
-    **all_of(1.0, "gradient_predivide_factor gradient_clipping"),
-    "seq_parallel_communication_data_type": "fp32",
-    "gradient_allreduce_op": "mean",
-    "zero_optimization": {
-        **all_of(True, "contiguous_gradients reduce_scatter use_multi_rank_bucket_allreduce allgather_partitions"),
-        **all_of(True, "compute_grad_norm load_from_fp32_weights ignore_unused_parameters memory_efficient_linear"),
-        **all_of(True, "override_module_apply"),
-        **all_of(None, "overlap_comm offload_param offload_optimizer zenflow cpu_offload cpu_offload_param"),
-        **all_of(None, "cpu_offload_use_pin_memory"),
-        **all_of(False, "elastic_checkpoint legacy_stage1 round_robin_gradients parameter_alignment"),
-        **all_of(False, "zero_quantized_weights zero_quantized_gradients zero_quantized_nontrainable_weights"),
-        **all_of(False, "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks"),
-        **all_of(False, "save_muon_momentum_buffer_in_memory stage3_gather_16bit_weights_on_model_save"),
-        **all_of(False, "stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential"),
-        **all_of(500_000_000, "reduce_bucket_size allgather_bucket_size"),
-        **all_of(1_000_000_000, "sub_group_size stage3_max_live_parameters stage3_max_reuse_distance"),
-        **all_of(0, "stage stage3_module_granularity_threshold"),
-        "stage3_prefetch_bucket_size": 50_000_000,
-        "stage3_param_persistence_threshold": 100_000,
-        "stage3_model_persistence_threshold": 2**63 - 1,
-        "zero_hpz_partition_size": 1,
-        "leaf_module": {"classes": [], "names": [], "name_suffixes": []},
-    },
-    "bf16": {
-        **all_of(False, "enabled immediate_grad_update bf16_master_weights_and_grads bf16_optimizer_states"),
-        "check_grad_overflow": True,
-    },
-    "fp16": {
-        **all_of(False, "enabled auto_cast consecutive_hysteresis fp16_master_weights_and_grads"),
-        "loss_scale": 0,
-        "initial_scale_power": 16,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "activation_checkpointing": {
-        **all_of(False, "partition_activations contiguous_memory_optimization cpu_checkpointing profile"),
-        "number_checkpoints": None,
-        "synchronize_checkpoint_boundary": False,
-    },
-    "aio": {
-        "block_size": 1048576,
-        "queue_depth": 8,
-        "intra_op_parallelism": 1,
-        "single_submit": False,
-        "overlap_events": True,
-        "use_gds": False,
-    },
-    "pipeline": {
-        "stages": "auto",
-        "partition": "best",
-        "seed_layers": False,
-        "activation_checkpoint_interval": 0,
-        **all_of(True, "pipe_partitioned grad_partitioned"),
-    },
-    "data_types": {**all_of(None, "grad_accum_dtype param_dtype buffer_dtype"), "keep_in_fp32_modules": "auto"},
-    "checkpoint": {
-        "tag_validation": "WARN",
-        "load_universal": False,
-        "use_node_local_storage": False,
-        "writer": None,
-        "parallel_write": {"pipeline_stage": False},
-        "checkpoint_serialization": True,
-    },
-    "compile": {
-        "deepcompile": False,
-        "free_activation": False,
-        "free_activation_threshold": 10485760,
-        "passes": None,
-        **all_of(True, "offload_activation_pin_memory double_buffer keep_int_input_tensors"),
-    },
-    "tensor_parallel": {
-        "dtype": "fp16",
-        "autotp_size": 0,
-        "vocab_parallel_ce_backend": "torch",
-        "tp": {"tp_size": 1},
-        "preset_model": None,
-        "kernel_inject": False,
-    },
-    "expert_parallel": {"enabled": False, "autoep_size": 1, "score_apply": "auto"},
-    "tensorboard": {"enabled": False, "output_path": "", "job_name": "DeepSpeedJobName"},
-    "comet": {"enabled": False, "samples_log_interval": 100, "project": None, "online": None},
-    "flops_profiler": {"enabled": False, "profile_step": 1, "module_depth": -1, "output_file": None},
-    "hybrid_engine": {"enabled": False, "max_out_tokens": 512, "pin_parameters": True},
-    "data_efficiency": {"enabled": False, "seed": 1234, "data_routing": {"enabled": False}},
-}
-
-
 def test_deepspeeds_own_defaults_load() -> None:
-    config = Config.load(DEFAULTS)
+    config = Config.load(json.loads((DATA / "defaults.json").read_text()))
     assert config.steps_per_print == 0 and config.zero_optimization.stage == 0
     assert not any(": null " in note for note in config.notes)
 

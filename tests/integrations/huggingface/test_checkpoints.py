@@ -41,10 +41,9 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
-@pytest.mark.parametrize("number", [0, 3])
-def test_a_training_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path, number: int) -> None:
-    whole = ranks(2, trained, str(tmp_path), stage(number), EVERY_STEP)[0]
-    resumed = ranks(2, trained, str(tmp_path / "again"), stage(number), EVERY_STEP, str(tmp_path / "checkpoint-1"))[0]
+def test_a_training_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+    whole = ranks(2, trained, str(tmp_path), stage(3), EVERY_STEP)[0]
+    resumed = ranks(2, trained, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-1"))[0]
     assert resumed.logged("loss") == whole.logged("loss")
     assert same(resumed.state, whole.state)
 
@@ -71,8 +70,7 @@ def test_a_saved_model_is_whole(ranks: RankPool, tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "checkpoint-3").tags() == ["global_step3"]
 
 
-@pytest.mark.parametrize("with_adapters", [False, True])
-@pytest.mark.parametrize("options", [{}, {"save_only_model": True}])
+@pytest.mark.parametrize(("options", "with_adapters"), [({}, True), ({"save_only_model": True}, False)])
 def test_the_best_model_is_taken_up_at_the_end(
     ranks: RankPool, tmp_path: Path, options: dict[str, Any], with_adapters: bool
 ) -> None:

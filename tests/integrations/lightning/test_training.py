@@ -153,7 +153,6 @@ OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
     (with_sums_by_hand, 2, "lowtide_stage_3"),
     (with_the_optimizer_of_the_config, 1, "lowtide_stage_2"),
     (with_averages, 2, "lowtide_stage_3"),
-    (by_several_trainers, 1, "lowtide_stage_2"),
     (by_several_trainers, 1, "lowtide_stage_3"),
 ]
 

@@ -34,16 +34,17 @@ def worker(storage_path: Path, steps: int, killed_at: int | None, last: str | No
     storage = StorageContext(storage_path, "lowtide")
     reported: list[dict[str, Any]] = []
 
-    class Functions(train_fn_utils.LocalTrainFnUtils):  # type: ignore[misc]  # the package has no types
-        def report(self, metrics: dict[str, Any], checkpoint: Any = None, **how: Any) -> None:
-            reported.append(metrics)
-            if checkpoint is not None:
-                self.last = storage.persist_current_checkpoint(checkpoint, f"checkpoint_{metrics['step']}")
-                assert how["delete_local_checkpoint_after_upload"]
-                shutil.rmtree(checkpoint.path)
-            dist.barrier()  # Ray waits for all workers
+    functions: Any = train_fn_utils.LocalTrainFnUtils("lowtide")
 
-    functions: Any = Functions("lowtide")
+    def take(metrics: dict[str, Any], checkpoint: Any, **how: Any) -> None:
+        reported.append(metrics)
+        if checkpoint is not None:
+            functions.last = storage.persist_current_checkpoint(checkpoint, f"checkpoint_{metrics['step']}")
+            assert how["delete_local_checkpoint_after_upload"]
+            shutil.rmtree(checkpoint.path)
+        dist.barrier()  # Ray waits for all workers
+
+    functions.report = take
     functions.last = None if last is None else Checkpoint(last)
     functions.get_checkpoint = lambda: functions.last
     functions.get_context().get_storage = lambda: storage

@@ -93,7 +93,7 @@ def assemble(
     checkpoint_activations(blueprint.units, config.activation_checkpointing.every, patches)
     activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    runner = _runner(blueprint, mesh, module, units, model_call, patches, activation_offload, join)
+    runner = _runner(blueprint, mesh, module, states, model_call, patches, activation_offload, join)
     _cast_inputs(blueprint, module, patches)
     if trial is not None:
         patches.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
@@ -236,13 +236,14 @@ def _runner(
     blueprint: Blueprint,
     mesh: Mesh,
     module: nn.Module,
-    units: Sequence[Unit],
+    states: _States,
     model_call: ModelCall,
     patches: ModelPatches,
     activation_offload: ActivationOffload | None,
     join: Join,
 ) -> Runner:
     """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
+    units = states.units
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
         turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
@@ -254,7 +255,8 @@ def _runner(
 
         if graphs.are_possible(blueprint, mesh.world):
             kind = graphs.ReplayedSequence
-            run = partial(graphs.GraphRunner, max_graphs=blueprint.config.compile.max_graphs)
+            most = blueprint.config.compile.max_graphs
+            run = partial(graphs.GraphRunner, optimizer=states.optimizer, max_graphs=most)
     sequence = kind(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, patches, on_block)

@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -166,8 +167,7 @@ def update_runs(
     runs: (end, options) of each run, ascending; the last end is n. steps: number of updates of each run, with this
     update, if they differ; a run with step 0 does not change.
     8-bit states are stored in blocks of 256 elements from the start of the tensors. So a shard with 8-bit states may be
-    cut only at the begin of a block. On a GPU, step and options are numbers in the launch: in a CUDA graph, the kernel
-    would repeat this step.
+    cut only at the begin of a block. A CUDA graph of it would repeat this step: see `UpdateLaunches`.
     """
     of_runs = steps or [step] * len(runs)
     shard = ShardUpdate(master, gradient, stored_states(states), runs, of_runs, out, rounding, remainder)
@@ -187,11 +187,12 @@ def update_shards(
     skip: Tensor | None = None,
     backend: Backend = "auto",
     on_updated: Callable[[int], None] = lambda number: None,
+    launcher: Callable[..., None] | None = None,
 ) -> None:
     """Update many shards as `update_runs` does. On a GPU, a launch updates shards of a kind, up to 64M elements.
 
     The tensors are not checked: `ShardUpdate.check` does so once. on_updated: called with the index of each updated
-    shard, in an order that depends on kinds and lengths alone.
+    shard, in an order that depends on kinds and lengths alone. launcher: called in the place of Triton's launches.
     """
     serves: dict[Hashable, bool] = {}
     waiting: dict[Hashable, list[int]] = {}
@@ -200,7 +201,7 @@ def update_shards(
     def launch(kind: Hashable) -> None:
         numbers = waiting.pop(kind)
         if used := [shards[number] for number in numbers if shards[number].is_used]:
-            triton_form("optimizer_step").update(optimizer, used, step, gradient_scale, skip)
+            (launcher or triton_form("optimizer_step").update)(optimizer, used, step, gradient_scale, skip)
         for number in numbers:
             on_updated(number)
 
@@ -221,6 +222,61 @@ def update_shards(
             launch(kind)
     for kind in list(waiting):
         launch(kind)
+
+
+class UpdateLaunches:
+    """The launches of `update_shards`, in a form that a graph of the device can hold.
+
+    A graph repeats `run`. What changes from step to step lies in one tensor on the device, which `fill` writes before.
+    """
+
+    def __init__(self, optimizer: Optimizer, shards: Sequence[ShardUpdate], step: int, backend: Backend) -> None:
+        """shards: that Triton updates, see `are_launched`; none of their parameters is unused in any step."""
+        self._order: list[Any] = []  # launches, and indices of the shards that are updated then
+        self._shards = shards
+        self._triton = triton_form("optimizer_step")
+        offsets: dict[Hashable, int] = {}
+        end = 0
+
+        def add(optimizer: Optimizer, used: list[ShardUpdate], step: int, *_: object) -> None:
+            nonlocal end
+            one = self._triton.UpdateLaunch(optimizer, used, step, merges_equal=False)
+            numel = len(one.numbers_at(step)) // 4
+            key = (one.sources, used[0].rounding and used[0].rounding.seed)
+            is_new = key not in offsets
+            low = offsets.setdefault(key, end)
+            end += numel if is_new else 0
+            self._order.append((one, slice(low, low + numel), is_new))
+
+        update_shards(
+            optimizer, shards, step, 1.0, backend=backend, launcher=add, on_updated=self._order.append
+        )  # fmt: skip
+        self._numbers = torch.zeros(end, dtype=torch.int32, device=shards[0].master.device)
+
+    def fill(self, step: int) -> None:
+        """Copy the numbers of a step, with the options as they are now, to the device, without a wait."""
+        launches = (one for one in self._order if not isinstance(one, int))
+        values = b"".join(one.numbers_at(step) for one, _, is_new in launches if is_new)
+        on_host = torch.frombuffer(bytearray(values), dtype=torch.int32)
+        self._numbers.copy_(self._triton.pinned(on_host, self._numbers.device), non_blocking=True)
+
+    def run(self, gradient_scale: Tensor, skip: Tensor, on_updated: Callable[[int], None]) -> None:
+        """Launch all. gradient_scale, skip: (1,) on the device. on_updated: as in `update_shards`."""
+        for one in self._order:
+            if isinstance(one, int):
+                on_updated(one)
+            else:
+                one[0].start(self._numbers[one[1]], gradient_scale, skip)
+
+    def note_changes(self) -> None:
+        """Tell autograd that a replay has changed the weights."""
+        changed = [tensor for shard in self._shards for tensor in (shard.master, shard.out) if tensor is not None]
+        torch.autograd.graph.increment_version(changed)
+
+
+def are_launched(optimizer: Optimizer, shards: Sequence[ShardUpdate], backend: Backend) -> bool:
+    """Return whether Triton updates all of these shards."""
+    return bool(shards) and all(_triton_serves(backend, optimizer, shard) for shard in shards)
 
 
 def _update_alone(

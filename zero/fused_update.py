@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..kernels.dispatch import Backend
 from ..kernels.optimizer_states import new_states, stored_states
-from ..kernels.optimizer_step import ShardUpdate, update_shards
+from ..kernels.optimizer_step import ShardUpdate, UpdateLaunches, are_launched, update_shards
 from ..offload import Memory
 from ..optimizers.optimizer import Optimizer, Options
 from .group import values_of
@@ -172,6 +172,14 @@ class FusedUpdate:
         )  # fmt: skip
         for update in updates:
             update.gradient = _NOTHING  # else its memory would be held until the next step
+
+    def launches(self, shards: Sequence[ShardState], terms: UpdateTerms) -> UpdateLaunches | None:
+        """Return `update_together` of shards with a gradient for a graph. None: it is not all launches of Triton."""
+        due = [(shard, shard.gradient.shard) for shard in shards if shard.gradient.shard is not None]
+        updates = [_of_whole(shard, gradient, terms) for shard, gradient in due]
+        if not are_launched(self.optimizer, updates, self.backend):
+            return None
+        return UpdateLaunches(self.optimizer, updates, terms.step, self.backend)
 
     def _updates(
         self, shard: ShardState, parts: Iterable[StateView], gradient: Tensor, terms: UpdateTerms

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..kernels.optimizer_step import UpdateLaunches
 from ..offload import OffloadError, bytes_in_memory
 from .averages import Averages
 from .fused_update import FusedUpdate, StepCounts, UpdateTerms
@@ -245,6 +246,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self.publish(on_updated)
         if skip is None:
             self.count()
+
+    def launches(self) -> tuple[UpdateLaunches, list[ShardState]] | None:
+        """Return the next `update_all` in a form for a graph, and the updated shards. None: Triton does not update all.
+
+        It is only asked where an update can be skipped.
+        """
+        assert isinstance(self._update, FusedUpdate)
+        due = [shard for shard in self.shards if shard.gradient.shard is not None]
+        found = self._update.launches(due, self._terms(1.0)._replace(step=self.counts.num_steps + 1))
+        return None if found is None else (found, due)
 
     def count(self) -> None:
         """Count the step in progress."""

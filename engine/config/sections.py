@@ -418,10 +418,10 @@ class CompileConfig(ConfigSection):
     """A block that needs more than one graph is an error."""
 
     graphs: Bool = False
-    """Replay forward and backward of a microbatch in `train_step` as a CUDA graph: see docs/kernels.md."""
+    """Replay microbatches and updates of `train_step` as CUDA graphs: see docs/kernels.md."""
 
     max_graphs: Positive = 8
-    """Graphs that are captured, for shapes of a batch and positions in a step. Further shapes run eagerly."""
+    """Captured graphs of microbatches, for shapes of a batch and positions in a step. Further shapes run eagerly."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not self.graphs:
@@ -431,7 +431,7 @@ class CompileConfig(ConfigSection):
             "zero_optimization.offload_optimizer.device": (("none",), host),
             "zero_optimization.offload_param.device": (("none",), host),
             "activation_checkpointing.offload.device": (("none",), host),
-            "zero_optimization.update_in_backward": ((False,), "an update depends on the number of the step"),
+            "zero_optimization.update_in_backward": ((False,), "the update is a separate graph"),
             "zero_optimization.layered_gradient_accumulation": ((False,), "a schedule runs all microbatches together"),
             **{
                 f"parallel.{axis}": ((1,), "its exchanges are not captured")

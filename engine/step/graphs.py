@@ -1,4 +1,4 @@
-"""Replay the device work of a microbatch as a graph of the accelerator (`compile.graphs`).
+"""Replay the device work of a microbatch, and of an update, as graphs of the accelerator (`compile.graphs`).
 
 [Note: what is replayed]
     eager      features | inputs to the device | forward, backward, gathers, reductions | loss noted
@@ -13,9 +13,12 @@ the same modules in training and the same frozen parameters (`Case`). The first 
 eager: libraries allocate and compile then. Ranks exchange their cases before each microbatch, since NCCL wants a
 collective to be captured, and replayed, by all of its ranks.
 
-The number of the step, learning rates, the norm and the update stay outside. Of all that changes between replays, a
-graph reads two things from the device: the loss scale (`GradientScale.on_device`), and the state of the device's
-generator, which torch registers with each graph.
+Of all that changes between replays, such a graph reads two things from the device: the loss scale
+(`GradientScale.on_device`), and the state of the device's generator, which torch registers with each graph.
+
+The sum over ranks with the norm stays outside. The graph of an update has Triton's launches and the gathers behind
+them. On the device it reads the factor, the skip flag, and the numbers that follow from step and learning rates
+(`UpdateLaunches`). It is valid for the gradients of a graph of a microbatch (`UpdateGraphs`).
 
 All graphs share a pool of memory. The gradients of one graph may lie where an earlier graph has its activations. That
 is safe: a graph that is replayed while these gradients are in use was captured after them.
@@ -24,7 +27,7 @@ is safe: a graph that is replayed while these gradients are in use was captured 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,13 +35,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm import Mesh, World
+from ...comm import Mesh, Pending, World
+from ...kernels.optimizer_step import UpdateLaunches
 from ...model.patches import ModelPatches
 from ...watch.log import logger
 from ...zero.gradient import GradientState
 from ...zero.hooks import UnitHooks
+from ...zero.optimizer import ShardedOptimizer
 from ...zero.reductions import OnFinal
 from ...zero.sequence import UnitSequence
+from ...zero.shard_state import ShardState
 from ..blueprint.blueprint import Blueprint
 from .batch import ModelCall, map_tensors
 from .model_runner import ModelRunner, check_loss
@@ -112,8 +118,115 @@ class _Graph:
     after: _State
 
 
+@dataclass(frozen=True)
+class _UpdateGraph:
+    """The graph of an update. factor, skip: (1,) on the device, see `SummedStep.factor_and_skip`."""
+
+    graph: Any
+    launches: UpdateLaunches
+    gradients: Sequence[Tensor | None]  # that it reads
+    factor: Tensor
+    skip: Tensor
+
+
+class UpdateGraphs:
+    """Replays updates of gradients that were computed by graphs."""
+
+    def __init__(self, optimizer: ShardedOptimizer, torch_module: Any, pool: Any, say: Callable[[str], None]) -> None:
+        """torch_module: of `graphs_of`. pool: of all graphs. say: writes a line to the log, once."""
+        self._optimizer = optimizer
+        self._torch = torch_module
+        self._pool = pool
+        self._say = say
+        self.graphs: dict[Case, _UpdateGraph] = {}
+        """By the case of the last microbatch, which is the same on all ranks."""
+        self.case: Case | None = None
+        """Of the last microbatch; None: it was eager."""
+        # What all graphs hold for: addresses of states, options by parameter group, and steps that parameters missed.
+        self._addresses: list[int] = []
+        self._groups: list[int] = []
+        self._missed: dict[int, int] = {}
+
+    def have_moved(self) -> bool:
+        """Return whether states that a graph changes have other memory."""
+        return bool(self.graphs) and self._addresses != self._places()
+
+    def update_all(
+        self,
+        gradient_scale: float | Tensor,
+        on_updated: Callable[[ShardState], None] = lambda shard: None,
+        skip: Tensor | None = None,
+    ) -> None:
+        """Do `ShardedOptimizer.update_all`, eagerly unless the gradients are those of a graph."""
+        graph, case = None, self.case
+        self.case = None
+        if skip is None:
+            self._say(f"updates run eagerly: {self._optimizer.kind} waits for the norm on the host")
+        elif self._optimizer.counts.unused:
+            self._say("an update runs eagerly: a parameter has no gradient")
+        elif case is not None and isinstance(gradient_scale, Tensor):
+            graph = self._graph_of(case, gradient_scale, skip)
+        if graph is None:
+            self._optimizer.update_all(gradient_scale, on_updated, skip)
+            return
+        assert isinstance(gradient_scale, Tensor) and skip is not None
+        self._optimizer.begin_step()
+        graph.launches.fill(self._optimizer.num_steps)
+        torch._foreach_copy_([graph.factor, graph.skip], [gradient_scale, skip])
+        graph.graph.replay()
+        graph.launches.note_changes()
+
+    def forget(self) -> None:
+        for graph in self.graphs.values():
+            graph.graph.reset()
+        self.graphs.clear()
+        self.case = None
+
+    def _graph_of(self, case: Case, factor: Tensor, skip: Tensor) -> _UpdateGraph | None:
+        """Return the graph for the gradients that a microbatch has left, perhaps a new one. None: none is possible."""
+        counts = self._optimizer.counts
+        groups = list(map(id, self._optimizer.param_groups))
+        if (groups, counts.missed) != (self._groups, self._missed):
+            self.forget()
+            self._groups, self._missed = groups, dict(counts.missed)
+        if case not in self.graphs:
+            found = self._optimizer.launches()
+            if found is None:
+                self._say("updates run eagerly: Triton has no kernel for some of the shards")
+                return None
+            self.graphs[case] = self._capture(*found, factor.clone(), torch.ones_like(skip))
+        graph = self.graphs[case]
+        gradients = [shard.gradient.shard for shard in self._optimizer.shards]
+        are_same = all(one is other for one, other in zip(gradients, graph.gradients, strict=True))
+        return graph if are_same else None
+
+    def _places(self) -> list[int]:
+        return [tensor.data_ptr() for tensor in self._optimizer.held()]
+
+    def _capture(
+        self, launches: UpdateLaunches, shards: Sequence[ShardState], factor: Tensor, skip: Tensor
+    ) -> _UpdateGraph:
+        # Triton compiles and loads now, outside of the capture. `skip` is not 0: nothing changes.
+        launches.fill(self._optimizer.num_steps + 1)
+        launches.run(factor, skip, lambda number: None)
+        graph, pending = self._torch.CUDAGraph(), list[Pending]()
+
+        def send(number: int) -> None:
+            if shards[number].group.axes.are_refreshed:
+                pending.append(shards[number].group.refresh(is_update=True))
+
+        with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            launches.run(factor, skip, send)
+            for one in pending:
+                one.wait()
+        logger.info("compile.graphs: captured an update of %d shards", len(shards))
+        gradients = [shard.gradient.shard for shard in self._optimizer.shards]
+        self._addresses = self._places()
+        return _UpdateGraph(graph, launches, gradients, factor, skip)
+
+
 class GraphRunner(ModelRunner):
-    """A `ModelRunner` whose `train` replays graphs. Other calls, such as `engine(...)`, run eagerly."""
+    """A `ModelRunner` whose `train` and updates replay graphs. Other calls, such as `engine(...)`, run eagerly."""
 
     def __init__(
         self,
@@ -123,9 +236,10 @@ class GraphRunner(ModelRunner):
         model_call: ModelCall,
         mesh: Mesh,
         patches: ModelPatches,
+        optimizer: ShardedOptimizer,
         max_graphs: int,
     ) -> None:
-        """max_graphs: that are kept."""
+        """max_graphs: of microbatches, that are kept."""
         super().__init__(module, passes, hooks, model_call, mesh, patches)
         self._sequence = passes
         self._mesh = mesh
@@ -140,13 +254,16 @@ class GraphRunner(ModelRunner):
         self._now: int | None = 0  # number of the current state; None: an eager microbatch has left another
         self._seed: Tensor | None = None
         self._said = set[str]()
+        self.updates = UpdateGraphs(optimizer, self._torch, self._pool, self._say)
         self._addresses: list[int] = []  # of parameters, when the graphs were captured
+        self._generation = 0  # grows when graphs are dropped: other ranks may keep theirs
         patches.callback(self._forget)
 
     def train(self, steps: Steps, batch: Any) -> None:
         self._now = 0 if not steps.accumulated.num_begun else None
+        steps.update.update_all = self.updates.update_all
         addresses = [group.shard.data_ptr() for unit in self.passes.units for group in unit.groups]
-        if addresses != self._addresses:
+        if addresses != self._addresses or self.updates.have_moved():
             self._forget()
             self._addresses = addresses
         for microbatch in self.model_call.microbatches_of(batch, steps.accumulated.accumulation):
@@ -189,7 +306,7 @@ class GraphRunner(ModelRunner):
         boundary = steps.accumulated.would_complete(1)
         modes = "".join("01"[module.training] for module in self._module.modules())
         frozen = "".join("01"[param.requires_grad] for param in self.whole.params.values())
-        return f"{_shapes_of(ready)} {boundary} {modes} {frozen}"
+        return f"{_shapes_of(ready)} {boundary} {modes} {frozen} {self._generation}"
 
     def _has_graph(self, case: Case) -> bool:
         """Return whether the microbatch is replayed, perhaps after a capture. Count its times."""
@@ -218,6 +335,8 @@ class GraphRunner(ModelRunner):
         for graph in self.graphs.values():
             graph.graph.reset()
         self.graphs.clear()
+        self.updates.forget()
+        self._generation += 1
         self._times.clear()
         self._states = self._states[:1]
 
@@ -229,7 +348,7 @@ class GraphRunner(ModelRunner):
             loss = self.model_call.loss(output, ready)
             del output
         self.backward(steps, loss)
-        self._now = None
+        self._now = self.updates.case = None
 
     def _run_graph(self, steps: Steps, ready: Any, case: Case) -> None:
         inputs = _tensors_of(ready)
@@ -247,7 +366,7 @@ class GraphRunner(ModelRunner):
             graph.graph.replay()
             for gradient, state in zip(steps.gradients, graph.after.gradients, strict=True):
                 gradient.restore(state)
-            self._now = graph.after.number
+            self._now, self.updates.case = graph.after.number, case
             steps.accumulated.losses.append(graph.loss.clone())  # the next replay overwrites it
 
         self._sequence.is_replayed = True

@@ -43,6 +43,8 @@ class StepUpdate:
         delay_after_steps: for DELAYED, the number of updates in the foreground before the first in the background.
         """
         self._optimizer = optimizer
+        self.update_all = optimizer.update_all
+        """Updates all shards after the norm; a runner may replay it."""
         self._mesh = mesh
         self._is_waited_for = _is_waited_for(mesh.world.device)
         self._unclipped_factor = unclipped_factor
@@ -133,7 +135,7 @@ class StepUpdate:
                 if shard.group.axes.are_refreshed:
                     pending.append(shard.group.refresh(is_update=True))
 
-            self._optimizer.update_all(factor, send, skip)
+            self.update_all(factor, send, skip)
         for one in pending:
             one.wait()
         self._mesh.fence(what)

@@ -8,6 +8,7 @@ the C++ kernel flushes them to zero, and this kernel keeps them.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from torch import Tensor
 from ...optimizers.optimizer import MAX_COEFFICIENTS, Optimizer, Options
 from ..optimizer_states import STATE_BLOCK_NUMEL, signed_word, step_seed
 from ..optimizer_step import ShardUpdate
-from ..weight_rounding import signed_long, step_key
+from ..weight_rounding import Rounding, signed_long, step_key
 from .launch import launch
 from .optimizer_states import (
     load_state,
@@ -35,6 +36,7 @@ from .optimizer_states import (
 )
 
 Coefficients = tuple[float, ...]
+NUM_WORDS = 4  # before the coefficients in the numbers of a step: seed, two words of the key, nothing
 Row = tuple[int, ...]
 """A row of `shard_table`: first program, length, number of the first element for its random bits, and addresses of
 weight, gradient, two states, their scales, output and remainder; 0 for an absent tensor."""
@@ -57,8 +59,10 @@ def _lerp(a, b, weight, is_from_b):
 
 
 @triton.jit
-def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS_STATE: tl.constexpr):
-    """Apply the rule to w and the states s and v. c0 to c7: coefficients of the rule's file in optimizers/."""
+def _updated(g, w, s, v, C_ptr, RULE: tl.constexpr, HAS_STATE: tl.constexpr):
+    """Apply the rule to w and the states s and v. C_ptr: 8 coefficients of the rule's file in optimizers/."""
+    c0, c1, c2, c3 = tl.load(C_ptr), tl.load(C_ptr + 1), tl.load(C_ptr + 2), tl.load(C_ptr + 3)
+    c4, c5, c6, c7 = tl.load(C_ptr + 4), tl.load(C_ptr + 5), tl.load(C_ptr + 6), tl.load(C_ptr + 7)
     if RULE == "adamw" or RULE == "adam":
         if RULE == "adamw":
             w = w * c0
@@ -89,8 +93,8 @@ def _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE: tl.constexpr, HAS
 @triton.jit
 def _update_tile(
     W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
-    ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    program, tile, end, number, seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    WORDS_ptr, C_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr,
+    program, tile, end, number, factor,
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
     NUM_COEFFICIENTS: tl.constexpr, IS_DRAWN: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -118,21 +122,21 @@ def _update_tile(
         s = load_state(S_ptr + start, at, ok, S_SCALE_ptr, at_block, block_ok)
     if V_ptr is not None:
         v = load_state(V_ptr + start, at, ok, V_SCALE_ptr, at_block, block_ok)
-    noise = numbered_noise(number + start + at, low_key, high_key) if IS_DRAWN else rounding_noise(g, w, seed)
+    if IS_DRAWN:
+        noise = numbered_noise(number + start + at, tl.load(WORDS_ptr + 1), tl.load(WORDS_ptr + 2))
+    else:
+        noise = rounding_noise(g, w, tl.load(WORDS_ptr))
     of_weight = noise >> 16
     of_split = noise >> 24
-    if C_ptr is None:
-        w, s, v = _updated(g, w, s, v, c0, c1, c2, c3, c4, c5, c6, c7, RULE, S_ptr is not None)
+    if ENDS_ptr is None:
+        w, s, v = _updated(g, w, s, v, C_ptr, RULE, S_ptr is not None)
     else:
         done = 0
         first = program.to(tl.int64) * (TILE_BLOCKS * BLOCK_NUMEL)  # ends of runs count over all shards
         for run in range(tl.load(FIRST_RUNS_ptr + program), tl.load(FIRST_RUNS_ptr + program + 1) + 1):
             C = C_ptr + tl.load(CHOICES_ptr + run) * NUM_COEFFICIENTS
             end_of_run = tl.minimum(tl.load(ENDS_ptr + run) - first, TILE_BLOCKS * BLOCK_NUMEL).to(tl.int32)
-            new_w, new_s, new_v = _updated(
-                g, w, s, v, tl.load(C), tl.load(C + 1), tl.load(C + 2), tl.load(C + 3), tl.load(C + 4),
-                tl.load(C + 5), tl.load(C + 6), tl.load(C + 7), RULE, S_ptr is not None,
-            )  # fmt: skip
+            new_w, new_s, new_v = _updated(g, w, s, v, C, RULE, S_ptr is not None)
             is_inside = (at >= done) & (at < end_of_run)
             w = tl.where(is_inside, new_w, w)
             s = tl.where(is_inside, new_s, s)
@@ -165,11 +169,10 @@ def _pointer(address, DTYPE: tl.constexpr, IS_ALIGNED: tl.constexpr):
     return tl.multiple_of(pointer, 16) if IS_ALIGNED else pointer
 
 
-# These numbers differ between steps. Triton would compile again if 16 divides a number.
-@triton.jit(do_not_specialize=["seed", "low_key", "high_key"])
+@triton.jit
 def _kernel(
-    SHARDS_ptr, SHARD_OF_PROGRAM_ptr, FACTOR_ptr, SKIP_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-    seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+    SHARDS_ptr, SHARD_OF_PROGRAM_ptr, FACTOR_ptr, SKIP_ptr, WORDS_ptr, C_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr,
+    factor,
     W: tl.constexpr, G: tl.constexpr, S: tl.constexpr, V: tl.constexpr, S_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     OUT: tl.constexpr, REST: tl.constexpr, IS_ALIGNED: tl.constexpr, NUM_FIELDS: tl.constexpr,
     RULE: tl.constexpr, TILE_BLOCKS: tl.constexpr, BLOCK_NUMEL: tl.constexpr,
@@ -200,15 +203,13 @@ def _kernel(
     if start + TILE <= end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
-            ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, tile, end, number, seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            WORDS_ptr, C_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, program, tile, end, number, factor,
             RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, IS_DRAWN, True,
         )  # fmt: skip
     elif start < end:
         _update_tile(
             W_ptr, G_ptr, S_ptr, V_ptr, S_SCALE_ptr, V_SCALE_ptr, OUT_ptr, REST_ptr,
-            ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, C_ptr,
-            program, tile, end, number, seed, low_key, high_key, factor, c0, c1, c2, c3, c4, c5, c6, c7,
+            WORDS_ptr, C_ptr, ENDS_ptr, CHOICES_ptr, FIRST_RUNS_ptr, program, tile, end, number, factor,
             RULE, TILE_BLOCKS, BLOCK_NUMEL, NUM_COEFFICIENTS, IS_DRAWN, False,
         )  # fmt: skip
 
@@ -221,49 +222,80 @@ def update(
     skip: Tensor | None,
 ) -> None:
     """Update shards with a single launch. shards: at least one, of the same kind, non-empty and contiguous."""
-    tile_numel, master = TILE_BLOCKS * STATE_BLOCK_NUMEL, shards[0].master
-    device = master.device
-    stream = stream_of(device)
-    num_programs: list[int] = []
-    rows: list[Row] = []
-    runs: list[tuple[int, Options]] = []
-    steps: list[int] = []
-    first = 0
-    for shard in shards:
-        runs += [(first * tile_numel + end, options) for end, options in shard.runs]
-        steps += shard.steps
-        numel = shard.numel
-        num_programs.append(-(-numel // tile_numel))
-        number = 0 if shard.rounding is None else signed_long(shard.rounding.first)
-        rows.append((first, numel, number, *[0 if tensor is None else tensor.data_ptr() for tensor in _tensors(shard)]))
-        first += num_programs[-1]
-        runs[-1] = (first * tile_numel, runs[-1][1])
-    table, is_aligned = shard_table(tuple(rows), device, stream)
-    chosen = OptionChunks.of(runs, steps, optimizer.coefficients_at)
-    ends = choices = first_runs = coefficients = None
-    if len(chosen.ends) > 1:
-        ends, choices, first_runs = run_table(chosen.ends, chosen.choices, tile_numel, device, stream)
-        coefficients = coefficient_table(chosen.coefficients, device, stream)
-    numbers: dict[str, Any] = {f"c{index}": value for index, value in enumerate(chosen.coefficients[0])}
-    has_factor = isinstance(gradient_scale, Tensor)
-    found = [None if tensor is None else _DTYPES[tensor.dtype] for tensor in _tensors(shards[0])]
-    dtypes: dict[str, Any] = dict(zip(_TENSORS, found, strict=True))
-    rounding = shards[0].rounding  # the seed is equal in all shards
-    low_key, high_key = (0, 0) if rounding is None else step_key(rounding.seed, step)
-    launch(
-        _kernel, (first,), num_warps=8 if master.dtype == torch.float32 else 4, enable_fp_fusion=False,
-        SHARDS_ptr=table, SHARD_OF_PROGRAM_ptr=shard_of_program(tuple(num_programs), device, stream),
-        FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
-        ENDS_ptr=ends, CHOICES_ptr=choices, FIRST_RUNS_ptr=first_runs, C_ptr=coefficients,
-        seed=signed_word(step_seed(step)), low_key=signed_word(low_key), high_key=signed_word(high_key),
-        factor=1.0 if has_factor else float(gradient_scale),
-        **numbers, **dtypes,
-        IS_ALIGNED=is_aligned, NUM_FIELDS=NUM_FIELDS,
-        RULE=optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
-        NUM_COEFFICIENTS=MAX_COEFFICIENTS, IS_DRAWN=rounding is not None,
-    )  # fmt: skip
-    # A graph that saved the old values must raise an error.
-    torch.autograd.graph.increment_version([t for shard in shards for t in (shard.master, shard.out) if t is not None])
+    launch_of = UpdateLaunch(optimizer, shards, step)
+    numbers, device = numbers_of(step, shards[0].rounding, launch_of.coefficients), shards[0].master.device
+    launch_of.start(number_table(numbers, device, stream_of(device)), gradient_scale, skip)
+
+
+class UpdateLaunch:
+    """A launch that updates shards of a kind. A graph can hold it: it reads the numbers of a step on the device."""
+
+    def __init__(
+        self, optimizer: Optimizer, shards: Sequence[ShardUpdate], step: int, merges_equal: bool = True
+    ) -> None:
+        """step: now. merges_equal: whether options with equal coefficients in this step count as the same options."""
+        self._optimizer, self._shards = optimizer, shards
+        self._device = shards[0].master.device
+        stream, tile_numel = stream_of(self._device), TILE_BLOCKS * STATE_BLOCK_NUMEL
+        num_programs: list[int] = []
+        rows: list[Row] = []
+        runs: list[tuple[int, Options]] = []
+        steps: list[int] = []
+        first = 0
+        for shard in shards:
+            runs += [(first * tile_numel + end, options) for end, options in shard.runs]
+            steps += shard.steps
+            numel = shard.numel
+            num_programs.append(-(-numel // tile_numel))
+            number = 0 if shard.rounding is None else signed_long(shard.rounding.first)
+            addresses = [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(shard)]
+            rows.append((first, numel, number, *addresses))
+            first += num_programs[-1]
+            runs[-1] = (first * tile_numel, runs[-1][1])
+        self._grid = (first,)
+        self._table, self._is_aligned = shard_table(tuple(rows), self._device, stream)
+        self._shard_of_program = shard_of_program(tuple(num_programs), self._device, stream)
+        chosen = OptionChunks.of(runs, steps, optimizer.coefficients_at, merges_equal)
+        self._runs: tuple[Tensor | None, ...] = (None, None, None)
+        if len(chosen.ends) > 1:
+            self._runs = run_table(chosen.ends, chosen.choices, tile_numel, self._device, stream)
+        self.coefficients = chosen.coefficients
+        """In this step."""
+        self._sources, self._step = chosen.sources, step
+
+    @property
+    def sources(self) -> tuple[tuple[int, int], ...]:
+        """For each row of coefficients: the id of its options, and the number of steps that it has missed."""
+        return tuple((id(options), self._step - step) for options, step in self._sources)
+
+    def numbers_at(self, step: int) -> bytes:
+        """Return `numbers_of` a step, with the options as they are now."""
+        later, coefficients = step - self._step, self._optimizer.coefficients_at
+        rows = [_coefficients_at(coefficients, options, of_run + later) for options, of_run in self._sources]
+        return numbers_of(step, self._shards[0].rounding, rows)
+
+    def start(self, numbers: Tensor, gradient_scale: float | Tensor, skip: Tensor | None) -> None:
+        """Launch. numbers: those of `numbers_of`, (n,) int32 on the device."""
+        found = [None if tensor is None else _DTYPES[tensor.dtype] for tensor in _tensors(self._shards[0])]
+        dtypes: dict[str, Any] = dict(zip(_TENSORS, found, strict=True))
+        has_factor = isinstance(gradient_scale, Tensor)
+        ends, choices, first_runs = self._runs
+        launch(
+            _kernel, self._grid, num_warps=8 if self._shards[0].master.dtype == torch.float32 else 4,
+            enable_fp_fusion=False,
+            SHARDS_ptr=self._table, SHARD_OF_PROGRAM_ptr=self._shard_of_program,
+            FACTOR_ptr=gradient_scale if has_factor else None, SKIP_ptr=skip,
+            WORDS_ptr=numbers[:NUM_WORDS], C_ptr=numbers[NUM_WORDS:].view(torch.float32),
+            ENDS_ptr=ends, CHOICES_ptr=choices, FIRST_RUNS_ptr=first_runs,
+            factor=1.0 if has_factor else float(gradient_scale),
+            **dtypes,
+            IS_ALIGNED=self._is_aligned, NUM_FIELDS=NUM_FIELDS,
+            RULE=self._optimizer.name, TILE_BLOCKS=TILE_BLOCKS, BLOCK_NUMEL=STATE_BLOCK_NUMEL,
+            NUM_COEFFICIENTS=MAX_COEFFICIENTS, IS_DRAWN=self._shards[0].rounding is not None,
+        )  # fmt: skip
+        # A graph that saved the old values must raise an error.
+        changed = [tensor for shard in self._shards for tensor in (shard.master, shard.out) if tensor is not None]
+        torch.autograd.graph.increment_version(changed)
 
 
 def _tensors(shard: ShardUpdate) -> list[Tensor | None]:
@@ -302,18 +334,24 @@ class OptionChunks(NamedTuple):
 
     ends: tuple[int, ...]
     choices: tuple[int, ...]  # index in `coefficients` of each run
-    coefficients: tuple[Coefficients, ...]  # distinct, with MAX_COEFFICIENTS numbers each
+    coefficients: tuple[Coefficients, ...]  # with MAX_COEFFICIENTS numbers each
+    sources: tuple[tuple[Options, int], ...]  # options and step of each row of coefficients
 
     @staticmethod
     def of(
-        runs: Sequence[tuple[int, Options]], steps: Sequence[int], coefficients: Callable[[Options, int], Coefficients]
+        runs: Sequence[tuple[int, Options]],
+        steps: Sequence[int],
+        coefficients: Callable[[Options, int], Coefficients],
+        merges_equal: bool = True,
     ) -> OptionChunks:
-        """Merge adjacent runs with equal coefficients. runs: (end, options), ascending; steps: of each run.
+        """Merge adjacent runs with the same options and step. runs: (end, options), ascending; steps: of each run.
 
-        coefficients(options, step): the rule's numbers.
+        coefficients(options, step): the rule's numbers. merges_equal: merge also runs with equal coefficients.
         """
         by_options: dict[tuple[int, int], int] = {}  # (id of options, step) -> choice: many runs share few options
-        by_value: dict[Coefficients, int] = {}
+        by_value: dict[Any, int] = {}
+        rows: list[Coefficients] = []
+        sources: list[tuple[Options, int]] = []
         ends: list[int] = []
         choices: list[int] = []
         for (end, options), step in zip(runs, steps, strict=True):
@@ -321,16 +359,33 @@ class OptionChunks(NamedTuple):
                 continue
             choice = by_options.get((id(options), step))
             if choice is None:
-                # Triton would compile a separate kernel for an int, as in weight_decay=0.
-                values = tuple(map(float, coefficients(options, step)))
-                values += (0.0,) * (MAX_COEFFICIENTS - len(values))
-                choice = by_options[id(options), step] = by_value.setdefault(values, len(by_value))
+                values = _coefficients_at(coefficients, options, step)
+                choice = by_value.setdefault(values if merges_equal else len(rows), len(rows))
+                by_options[id(options), step] = choice
+                if choice == len(rows):
+                    rows.append(values)
+                    sources.append((options, step))
             if choices and choices[-1] == choice:
                 ends[-1] = end
                 continue
             ends.append(end)
             choices.append(choice)
-        return OptionChunks(tuple(ends), tuple(choices), tuple(by_value))
+        return OptionChunks(tuple(ends), tuple(choices), tuple(rows), tuple(sources))
+
+
+def _coefficients_at(coefficients: Callable[[Options, int], Coefficients], options: Options, step: int) -> Coefficients:
+    values = tuple(coefficients(options, step))
+    return values + (0.0,) * (MAX_COEFFICIENTS - len(values))
+
+
+def numbers_of(step: int, rounding: Rounding | None, coefficients: Sequence[Coefficients]) -> bytes:
+    """Return NUM_WORDS int32 for the random bits of a step, then the coefficients in float32.
+
+    rounding: of a shard; the seed is equal in all shards.
+    """
+    keys = (0, 0) if rounding is None else step_key(rounding.seed, step)
+    words = array("i", [signed_word(word) for word in (step_seed(step), *keys, 0)])
+    return words.tobytes() + b"".join(array("f", row).tobytes() for row in coefficients)
 
 
 @lru_cache(maxsize=1024)
@@ -351,9 +406,9 @@ def run_table(
 
 
 @lru_cache(maxsize=16)
-def coefficient_table(coefficients: tuple[Coefficients, ...], device: torch.device, stream: int) -> Tensor:
-    """Return the table of coefficients, (choices, MAX_COEFFICIENTS) float32. All launches of a step share it."""
-    return on_device(torch.tensor(coefficients, dtype=torch.float32), device)
+def number_table(numbers: bytes, device: torch.device, stream: int) -> Tensor:
+    """Return the numbers of a step on the device, (n,) int32. Launches with equal numbers share them."""
+    return on_device(torch.frombuffer(bytearray(numbers), dtype=torch.int32), device)
 
 
 def stream_of(device: torch.device) -> int:
@@ -363,6 +418,9 @@ def stream_of(device: torch.device) -> int:
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to the device, from pinned memory for a GPU, so that the host does not wait."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def pinned(values: Tensor, device: torch.device) -> Tensor:
+    """Return values in memory from which a copy to the device does not let the host wait."""
+    return values if device.type in ("cpu", "meta") else torch.empty_like(values, pin_memory=True).copy_(values)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
-from lowtide.kernels.optimizer_step import ShardUpdate, update_runs, update_shard, update_shards
+from lowtide.kernels.optimizer_step import ShardUpdate, UpdateLaunches, update_runs, update_shard, update_shards
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
 from lowtide.kernels.triton.optimizer_step import OptionChunks, run_table
+from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES
 
@@ -59,6 +60,37 @@ def test_many_shards_are_updated_as_if_alone(state_dtype: torch.dtype, generator
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("form", ["fp32", "8 bits", "drawn", "split"])
+def test_repeated_launches_make_the_steps_that_follow(form: str, generator: torch.Generator) -> None:
+    rule, options = CASES["adamw"]
+    groups = [dict(options), options | {"lr": 0.5}]
+    state_dtype = torch.int8 if form == "8 bits" else torch.float32
+    rounding = Rounding(7, 2**40) if form in ("drawn", "split") else None
+    shards: list[list[ShardUpdate]] = [[], []]
+    for numel in (300, 2500):
+        weight = torch.randn(numel, generator=generator).to(torch.bfloat16 if rounding else torch.float32)
+        gradient = torch.randn(numel, generator=generator)
+        runs = [(numel // 3, groups[0]), (numel, groups[1])]
+        for part in shards:
+            states = stored_states([s.clone() for s in new_states(rule, weight.float(), options, state_dtype).values()])
+            rest = torch.zeros(numel, dtype=torch.int8) if form == "split" else None
+            part.append(ShardUpdate(weight.clone(), gradient, states, runs, [2, 2], None, rounding, rest))
+    factor, skip, order = torch.ones(1), torch.zeros(1), list[int]()
+    launches = UpdateLaunches(rule, shards[0], 2, "triton")
+    for step, lr in ((2, 0.1), (3, 0.0), (5, 0.5)):  # equal rates of both groups, too
+        groups[0]["lr"] = lr
+        factor.fill_(step / 4)
+        skip.fill_(step == 3)
+        launches.fill(step)
+        launches.run(factor, skip, order.append)
+        for shard in shards[1]:
+            shard.steps = [step, step]
+        update_shards(rule, shards[1], step, step / 4, skip=skip, backend="triton")
+        for one, other in zip(*shards, strict=True):
+            assert all(torch.equal(found, wanted) for found, wanted in zip(one.tensors, other.tensors, strict=True))
+    assert order == [0, 1] * 3
+
+
 def test_a_launch_has_a_kind_and_so_many_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     rule, options = CASES["adamw"]
     monkeypatch.setattr("lowtide.kernels.optimizer_step.LAUNCH_NUMEL", 2000)
@@ -86,14 +118,6 @@ def test_stretches_that_agree_are_one() -> None:
     assert found.coefficients == (coefficients(options, 3), coefficients(other, 3))
 
 
-def test_whole_numbers_are_no_constants() -> None:
-    options = CASES["sgd with momentum"][1] | {"lr": 1, "weight_decay": 0, "dampening": 1, "momentum": 1}
-    coefficients = OPTIMIZERS["sgd"].coefficients
-    assert coefficients is not None
-    (found,) = OptionChunks.of([(10, options)], [2], coefficients).coefficients
-    assert found == (0, -1, 1, 0, 0, 1, 0, 0) and all(type(value) is float for value in found)
-
-
 def test_one_set_of_options_needs_no_table() -> None:
     rule, options = CASES["adamw"]
     master = torch.empty(5000, device="meta")
@@ -106,7 +130,7 @@ def test_one_set_of_options_needs_no_table() -> None:
             shard = ShardUpdate(master, master, stored_states(states), runs, [1, 1], None)
             optimizer_step.update(rule, [shard], 1, 1.0, None)
         assert [launch.grid for launch in launches] == [(5,)]
-        assert (launches[0].args["C_ptr"] is not None) == has_table
+        assert (launches[0].args["ENDS_ptr"] is not None) == has_table
         assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded
 
 

@@ -1,6 +1,7 @@
 """Graphs: what the device forbids while one is captured, and trainings that replay them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import lowtide
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.pretend import device
+from tests.pretend.kernels import optimizer_kernel
 from tests.pretend.test_host_waits import PRECISIONS, collected, make_engine, waits_of
 
 # -- the device -------------------------------------------------------------------------------------------------------
@@ -183,8 +185,8 @@ def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...]) -
         engine.optimizer.param_groups[0]["lr"] = 0.5
 
 
-def trained(case: Case, graphs: bool) -> tuple[list[Any], dict[str, Tensor], int]:
-    """(loss, norm and skip of each step, weights, number of graphs)"""
+def trained(case: Case, graphs: bool) -> tuple[list[Any], dict[str, Tensor], int, int]:
+    """(loss, norm and skip of each step, weights, numbers of graphs: of microbatches, of updates)"""
     torch.manual_seed(0)
     config: dict[str, Any] = {"zero_optimization": {"stage": case.stage}}
     config["gradient_accumulation_steps"] = case.accumulation
@@ -203,19 +205,22 @@ def trained(case: Case, graphs: bool) -> tuple[list[Any], dict[str, Tensor], int
                 come_between(engine, case.between, own)
             result = engine.train_step(own)
             found.append((float(result.loss), float(result.grad_norm), result.skipped, result.loss_scale))
-        num_graphs = len(getattr(engine._runner, "graphs", ()))
-        return found, {name: value.cpu() for name, value in engine.state_dict().items()}, num_graphs
+        runner: Any = engine._runner
+        numbers = (len(runner.graphs), len(runner.updates.graphs)) if graphs else (0, 0)
+        return found, {name: value.cpu() for name, value in engine.state_dict().items()}, *numbers
 
 
 def compare(cases: list[Case]) -> None:
     for case in cases:
-        eager, weights, none = trained(case, graphs=False)
-        with device.host_waits() as waits:
-            found, others, num_graphs = trained(case, graphs=True)
+        with optimizer_kernel():
+            eager, weights, *_ = trained(case, graphs=False)
+            with device.host_waits() as waits:
+                found, others, num_graphs, num_updates = trained(case, graphs=True)
         assert found == eager, (case, found, eager)
         assert all(torch.equal(weights[name], others[name]) for name in weights), case
         wanted = min(case.accumulation, 3) * len(case.rows) + (case.between == "modes")
-        assert (none, num_graphs) == (0, case.more.get("compile", {}).get("max_graphs", wanted)), (case, num_graphs)
+        assert num_graphs == case.more.get("compile", {}).get("max_graphs", wanted), (case, num_graphs)
+        assert num_updates == min(num_graphs, len(case.rows) + (case.between == "modes")), (case, num_updates)
         assert not [str(wait) for wait in waits if wait.why.startswith("while a graph")], case
 
 
@@ -236,6 +241,59 @@ OVER_RANKS = [
 @pytest.mark.parametrize("part", range(3))
 def test_graphs_over_ranks_compute_the_same(pretend_ranks: RankPool, part: int) -> None:
     pretend_ranks(2, collected, compare, OVER_RANKS[part::3], process_group=False, timeout=200)
+
+
+class Idle(models.TinyGPT):
+    """It has a parameter that no forward uses."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self.idle = nn.Parameter(torch.ones(3))
+
+
+EAGER_UPDATES: dict[str, tuple[type[models.TinyGPT], dict[str, Any], bool]] = {
+    "updates run eagerly: lamb waits for the norm on the host": (models.TinyGPT, {"type": "lamb"}, True),
+    "an update runs eagerly: a parameter has no gradient": (Idle, {"type": "adamw"}, True),
+    "updates run eagerly: Triton has no kernel for some of the shards": (models.TinyGPT, {"type": "adamw"}, False),
+}
+
+
+def update_eagerly(text: str) -> None:
+    kind, optimizer, has_kernel = EAGER_UPDATES[text]
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        config = {"optimizer": optimizer, "compile": {"graphs": graphs}, "gradient_clipping": 0.5}
+        with optimizer_kernel() if has_kernel else nullcontext(), make_engine(kind(width=16), config) as engine:
+            found.append([engine.train_step(models.token_batch(step, 2)).loss.item() for step in range(5)])
+            runner: Any = engine._runner
+            assert not graphs or ((text in runner._said) and runner.graphs and not runner.updates.graphs)
+    assert found[0] == found[1]
+
+
+def test_an_update_that_no_graph_has_runs_eagerly(pretend_ranks: RankPool) -> None:
+    for text in EAGER_UPDATES:
+        pretend_ranks(1, collected, update_eagerly, text, process_group=False)
+
+
+def move_states() -> None:
+    """A replay must not write to the memory that states have left."""
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        with optimizer_kernel(), make_engine(models.TinyGPT(width=16), {"compile": {"graphs": graphs}}) as engine:
+            for step in range(9):
+                if step == 4:
+                    engine.offload_states()
+                    engine.reload_states()
+                loss = engine.train_step(models.token_batch(step, 2)).loss.item()
+            assert not graphs or len(engine._runner.updates.graphs) == 1  # type: ignore[attr-defined]
+            found.append(loss)
+    assert found[0] == found[1]
+
+
+def test_states_may_move_between_replays(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, move_states, process_group=False)
 
 
 class Reading(models.TinyGPT):

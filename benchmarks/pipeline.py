@@ -23,10 +23,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -53,20 +54,17 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
+if TYPE_CHECKING:
+    from lowtide.pipe.schedules.simulator import Simulation
+
 Timeline = list[tuple[str, int, int, float, float]]
-"""(op, stage, microbatch, start, end) of a rank's F, B, I and W, in seconds of a clock that all processes share."""
+"""(op, stage, microbatch, start, end) of a rank's F, B, I and W, in milliseconds of a clock that processes share."""
 
 SIZES = {
     "tiny-deep": GPTSize(num_layers=16, width=64, num_heads=4, sequence_length=32),  # 0.8M parameters
     "100M": GPTSize(num_layers=16, width=720, num_heads=12, sequence_length=128),  # 100.1M parameters
 }
 SLEEPING_ROWS, SLEEPING_WIDTH = 2, 3  # by the shape of a product one sees which of the three it is
-_COLOURS = {
-    "F": ("#4292c6", "#9ecae1"),
-    "B": ("#41ab5d", "#a1d99b"),
-    "I": ("#1d91a3", "#8fd1cf"),
-    "W": ("#fd8d3c", "#fdd0a2"),
-}
 
 
 # -- contenders ------------------------------------------------------------------------------------------------------
@@ -176,6 +174,7 @@ def build_lowtide(
     """Give lowtide as a user's script has it. rows: of a microbatch. timeline: gets what this rank does."""
     import lowtide
     from lowtide.engine.step.pipeline_runner import PipelineRunner
+    from lowtide.pipe.schedules.schedule import COMPUTE_OPS
 
     config = lowtide_config(
         train_micro_batch_size_per_gpu=rows,
@@ -192,8 +191,8 @@ def build_lowtide(
     assert isinstance(pipeline, PipelineRunner)
 
     def note(action: Any, start: float, end: float) -> None:
-        if action.op.value in ("F", "B", "I", "W"):
-            timeline.append((action.op.value, action.stage, action.microbatch, start, end))
+        if action.op in COMPUTE_OPS:
+            timeline.append((action.op.value, action.stage, action.microbatch, start * 1e3, end * 1e3))
 
     pipeline.executor.on_action = note
     return lambda tokens, targets: float(engine.train_step((tokens, targets)).loss)
@@ -303,17 +302,6 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 # -- what was found --------------------------------------------------------------------------------------------------
 
 
-def makespan(timeline: Sequence[Timeline]) -> float:
-    """Seconds from the first start to the last end, of all ranks."""
-    return max(end for row in timeline for *_, end in row) - min(start for row in timeline for *_, start, _ in row)
-
-
-def bubble(timeline: Sequence[Timeline]) -> float:
-    """The share of all ranks' time in which they do no action, 0 to 1."""
-    busy = sum(end - start for row in timeline for *_, start, end in row)
-    return 1 - busy / (makespan(timeline) * len(timeline))
-
-
 def run(options: argparse.Namespace, sleeps: list[float] | None, row: Row, allocator: str | None) -> Result:
     """Run one job. more: "timelines", of lowtide alone, step by step, by rank."""
     found, warmup = run_job("pipeline:train", options, row, allocator, sleeps=sleeps)
@@ -322,24 +310,33 @@ def run(options: argparse.Namespace, sleeps: list[float] | None, row: Row, alloc
     return result
 
 
-def middle_of(row: Row) -> list[Timeline]:
-    """Return the step with the median makespan (the shorter of the middle two), by rank; for lowtide alone."""
-    timelines = sorted((step for job in row.timed.values() for step in job.more["timelines"]), key=makespan)
-    return list(timelines[(len(timelines) - 1) // 2])
-
-
-def predicted(row: Row, options: argparse.Namespace) -> tuple[float, float]:
-    """Return makespan and bubble as the simulator has them for the sleeps that were asked for."""
+def predicted(row: Row, options: argparse.Namespace) -> Simulation:
+    """Return what the simulator says of the sleeps that were asked for, in milliseconds."""
     from lowtide.pipe.schedules.costs import Costs
     from lowtide.pipe.schedules.registry import make_schedule
     from lowtide.pipe.schedules.simulator import simulate
 
-    name, chunks = row.contender.options["schedule"], row.contender.options["chunks"]
-    f, i, w = (milliseconds / 1000 / chunks for milliseconds in options.milliseconds)
-    schedule = make_schedule(name, row.ranks or 0, options.microbatches, chunks)
+    chunks = row.contender.options["chunks"]
+    f, i, w = (milliseconds / chunks for milliseconds in options.milliseconds)
+    schedule = make_schedule(row.contender.options["schedule"], row.ranks or 0, options.microbatches, chunks)
     costs = Costs.uniform(schedule.num_stages, forward=f, backward=i + w, input_backward=i, weight_backward=w)
-    simulation = simulate(schedule, costs)
-    return simulation.makespan, simulation.bubble
+    return simulate(schedule, costs)
+
+
+def measured(row: Row, options: argparse.Namespace) -> Simulation:
+    """Return the step with the median makespan (the shorter of the middle two) as the simulator gives it."""
+    from lowtide.pipe.schedules.schedule import Action, Op
+    from lowtide.pipe.schedules.simulator import TimeSlot
+
+    told, found = predicted(row, options), []
+    for step in (step for job in row.timed.values() for step in job.more["timelines"]):
+        first = min(start for actions in step for *_, start, _ in actions)
+        timeline = [
+            tuple(TimeSlot(Action(Op(op), *at), start - first, end - first, 0) for op, *at, start, end in actions)
+            for actions in step
+        ]
+        found.append(replace(told, timeline=tuple(timeline)))
+    return sorted(found, key=lambda one: one.makespan)[(len(found) - 1) // 2]
 
 
 def peer_of(rows: Sequence[Row], row: Row) -> Row | None:
@@ -372,56 +369,42 @@ def work_columns(rows: Sequence[Row], _: argparse.Namespace) -> list[Column]:
 def sleep_columns(rows: Sequence[Row], options: argparse.Namespace) -> list[Column]:
     """Predicted and measured, of the step with the median makespan; and torch's step over ours.
 
-    Makespan: from the first start of F, B, I or W to the last end, of all ranks. Bubble: the share of all ranks' time
-    in which they do none of these. Torch's time is from a barrier to the end of the last rank, the update of the few
-    parameters included, and compared with ours of the same kind.
+    Makespan: from the first start of F, B, I or W to the last end, of all ranks. Torch's time is from a barrier to the
+    end of the last rank, the update of the few parameters included, and compared with ours of the same kind.
     """
 
     def of_ours(heading: str, of: Callable[[Row], float], form: str) -> Column:
         return Column(heading, lambda row: of(row) if row.contender.kind == "lowtide" and row.timed else None, form)
 
     return [
-        of_ours("predicted ms", lambda row: predicted(row, options)[0] * 1e3, ".0f"),
-        of_ours("measured", lambda row: makespan(middle_of(row)) * 1e3, ".0f"),
-        of_ours("bubble predicted", lambda row: predicted(row, options)[1], ".1%"),
-        of_ours("bubble measured", lambda row: bubble(middle_of(row)), ".1%"),
+        of_ours("predicted ms", lambda row: predicted(row, options).makespan, ".0f"),
+        of_ours("measured", lambda row: measured(row, options).makespan, ".0f"),
+        of_ours("bubble predicted", lambda row: predicted(row, options).bubble, ".1%"),
+        of_ours("bubble measured", lambda row: measured(row, options).bubble, ".1%"),
         Column("step ms", lambda row: row.step_seconds and row.step_seconds * 1e3, ".0f"),
         Column("x torch", lambda row: row.ratios(peer_of(rows, row))),
     ]
 
 
 def write_timelines(options: argparse.Namespace, title: str, rows: Sequence[Row], path: Path) -> None:
-    """Writes a PNG: what each rank did when, on the most ranks of the run; dotted where the simulator sees the end."""
+    """Write a PNG: what each rank did when, on the most ranks of the run; dotted where the simulator sees the end."""
     from matplotlib.figure import Figure
+
+    from lowtide.pipe.schedules.grid import draw
 
     shown = [row for row in rows if row.contender.kind == "lowtide" and row.timed]
     shown = [row for row in shown if row.ranks == max(one.ranks or 0 for one in shown)]
-    ranks = shown[0].ranks or 0
-    figure = Figure(figsize=(12, 1 + len(shown) * (0.6 + 0.3 * ranks)), layout="constrained")
+    figure = Figure(figsize=(12, 1 + len(shown) * (0.6 + 0.3 * (shown[0].ranks or 0))), layout="constrained")
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)
     for (axes,), row in zip(panels, shown, strict=True):
-        timeline = middle_of(row)
-        told, share = predicted(row, options)
-        length, first = makespan(timeline) * 1e3, min(start for actions in timeline for *_, start, _ in actions)
-        for rank, actions in enumerate(timeline):
-            for op, stage, microbatch, start, end in actions:
-                colour = _COLOURS[op][stages_of_rank(row.contender, rank, ranks).index(stage) % 2]
-                left, width = (start - first) * 1e3, (end - start) * 1e3
-                axes.barh(rank, width, left=left, height=0.86, color=colour, edgecolor="white", linewidth=0.5)
-                axes.text(left + width / 2, rank, str(microbatch), ha="center", va="center", fontsize=6)
-        axes.axvline(told * 1e3, color="black", linewidth=1, linestyle=":")
-        axes.set_title(
-            f"{row.contender.name}: {length:.0f} ms, predicted {told * 1e3:.0f}; "
-            f"bubble {bubble(timeline):.1%}, predicted {share:.1%}",
-            loc="left",
-            fontsize=9,
-        )
-        axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-        axes.set_ylim(ranks - 0.5, -0.5)
-        axes.spines[["top", "right"]].set_visible(False)
+        found, told = measured(row, options), predicted(row, options)
+        draw(axes, found)
+        axes.axvline(told.makespan, color="black", linewidth=1, linestyle=":")
+        times = f"{found.makespan:.0f} ms, predicted {told.makespan:.0f}"
+        bubbles = f"bubble {found.bubble:.1%}, predicted {told.bubble:.1%}"
+        axes.set_title(f"{row.contender.name}: {times}; {bubbles}", loc="left", fontsize=9)
     panels[-1][0].set_xlabel("ms; dotted: the end as predicted; light: a rank's second stage")
-    handles = [panels[0][0].barh(0, 0, color=colours[0], label=op) for op, colours in _COLOURS.items()]
-    figure.legend(handles=handles, ncols=4, loc="outside upper right", frameon=False)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), ncols=4, loc="outside upper right", frameon=False)
     figure.suptitle(f"measured: {title}", fontsize=10)
     figure.savefig(path, dpi=110)
 

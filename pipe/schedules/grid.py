@@ -64,12 +64,7 @@ def write_png(simulation: Simulation, path: Path) -> None:
     schedule = simulation.schedule
     figure = Figure(figsize=(12, 1.5 + 0.38 * schedule.num_ranks), layout="constrained")
     axes = figure.add_subplot()
-    for rank, slots in enumerate(simulation.timeline):
-        for slot in slots:
-            if slot.end > slot.start:
-                _draw(axes, schedule, rank, slot, simulation.makespan)
-    axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
-    axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
+    draw(axes, simulation)
     axes.set_xlim(0, simulation.makespan)
     chunks = "" if schedule.num_stages == schedule.num_ranks else "; light: a rank's second stage, its fourth, ..."
     axes.set_title(
@@ -77,11 +72,23 @@ def write_png(simulation: Simulation, path: Path) -> None:
         f"{schedule.num_microbatches} microbatches, bubble {simulation.bubble:.1%}{chunks}",
         loc="left",
     )
-    ops = [op for op in COMPUTE_OPS if schedule.has_any(op)]
-    handles = [axes.barh(0, 0, color=_PAPER[op][0], label=f"{op.value}: {_MEANINGS[op]}") for op in ops]
-    figure.legend(handles=handles, ncols=len(ops), loc="outside lower left", frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(ncols=len(COMPUTE_OPS), loc="outside lower left", frameon=False)
     figure.savefig(path, dpi=120)
+
+
+def draw(axes: Axes, simulation: Simulation) -> None:
+    """Draw a line per rank, time from left to right, with a label for the legend of each op that occurs."""
+    schedule = simulation.schedule
+    for rank, slots in enumerate(simulation.timeline):
+        for slot in slots:
+            if slot.end > slot.start:
+                _draw(axes, schedule, rank, slot, simulation.makespan)
+    for op in COMPUTE_OPS:
+        if schedule.has_any(op):
+            axes.barh(0, 0, color=_PAPER[op][0], label=f"{op.value}: {_MEANINGS[op]}")
+    axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
+    axes.set_ylim(schedule.num_ranks - 0.5, -0.5)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw(axes: Axes, schedule: Schedule, rank: int, slot: TimeSlot, makespan: float) -> None:

@@ -1,6 +1,5 @@
 """A rank that fails ends its job at once, with the rank's own last error; no process is left behind."""
 
-import json
 import os
 import sys
 import time
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.ranks import slowness
+from tests.kit.ranks import RankError, in_a_new_process, slowness
 
 Helper = Callable[[str], ModuleType]
 Run = Callable[..., list[dict[str, Any]]]
@@ -61,14 +60,29 @@ def test_the_error_of_a_rank_is_told_and_the_others_are_ended(run: Run, helper: 
         os.kill(int(pids.read_text()), 0)
 
 
-def test_a_fork_is_a_rank_as_a_process_is(helper: Helper) -> None:
-    ranks = helper("_harness")
-    forks, environment = ranks.Forks("torch"), ranks.environment_of(1, None) | {"HERE": "set"}
-    arguments = (2, sys.executable, environment, 300.0)
-    job = {"threads": 1, "worker": "json:dumps"}
-    assert ranks.run_ranks(job, *arguments, start=forks) == 2 * [json.dumps(job)]
-    with pytest.raises(ranks.JobError, match=r"^rank \d ended with status 1: TypeError: the JSON object must be str"):
-        ranks.run_ranks(job | {"worker": "json:loads"}, *arguments, start=forks)
+def answers_of_forks(worker: str) -> list[Any]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+    from _harness import environment_of, run_ranks
+
+    return run_ranks({"threads": 1, "worker": worker}, 2, sys.executable, environment_of(1, None), 300.0)
+
+
+def test_a_fork_is_a_rank_as_a_process_is() -> None:
+    assert in_a_new_process(answers_of_forks, "json:dumps") == 2 * ['{"threads": 1, "worker": "json:dumps"}']
+    with pytest.raises(
+        RankError, match=r"JobError: rank \d ended with status 1: TypeError: the JSON object must be str"
+    ):
+        in_a_new_process(answers_of_forks, "json:loads")
+
+
+def test_what_a_fork_would_not_measure_alike_is_a_process(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    ranks, here = helper("_harness"), sys.executable
+    plain = ranks.environment_of(1, None)
+    assert ranks.can_fork({"allocator": None}, here, plain) and not ranks.can_fork({"allocator": "glibc"}, here, plain)
+    assert not ranks.can_fork({}, here, ranks.environment_of(1, "exact"))
+    assert not ranks.can_fork({}, here, ranks.environment_of(1, None, "cuda"))
+    assert not ranks.can_fork({}, "/another/python", plain)
 
 
 def test_a_rank_that_names_no_error_is_told_by_its_status(run: Run, helper: Helper) -> None:

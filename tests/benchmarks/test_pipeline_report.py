@@ -11,16 +11,12 @@ from rich.console import Console
 
 Helper = Callable[[str], ModuleType]
 
-# Two ranks, one microbatch, in seconds from 10:      rank 0  F F . . B B
-# four of the twelve cells are empty.                 rank 1  . . F B . .
+# Two ranks, one microbatch, a second each from 10:   rank 0  F F . . B B
+# six of the twelve cells are empty.                  rank 1  . . F B . .
 TIMELINE = [
-    [("F", 0, 0, 10.0, 12.0), ("B", 0, 0, 14.0, 16.0)],
-    [("F", 1, 0, 12.0, 13.0), ("B", 1, 0, 13.0, 14.0)],
+    [("F", 0, 0, 10e3, 12e3), ("B", 0, 0, 14e3, 16e3)],
+    [("F", 1, 0, 12e3, 13e3), ("B", 1, 0, 13e3, 14e3)],
 ]
-
-
-def slower(timeline: list[Any], by: float) -> list[Any]:
-    return [[(*action[:3], action[3] * by, action[4] * by) for action in actions] for actions in timeline]
 
 
 @pytest.fixture
@@ -34,17 +30,16 @@ def row(helper: Helper) -> Callable[..., Any]:
     return make
 
 
-def test_a_bubble_is_the_share_of_the_makespan_without_an_action(helper: Helper) -> None:
-    pipeline = helper("pipeline")
-    assert pipeline.makespan(TIMELINE) == 6.0 and pipeline.bubble(TIMELINE) == 0.5
-    assert pipeline.bubble([[("F", 0, 0, 0.0, 2.0)]]) == 0.0
-
-
 def test_the_step_that_is_shown_has_the_median_makespan(helper: Helper, row: Callable[..., Any]) -> None:
-    timelines = [slower(TIMELINE, by) for by in (3.0, 1.0, 4.0, 2.0)]
+    pipeline = helper("pipeline")
+    timelines = [
+        [[(*action[:3], action[3] * by, action[4] * by) for action in actions] for actions in TIMELINE]
+        for by in (3.0, 1.0, 4.0, 2.0)
+    ]
     ours = row("1f1b", 2, {0: [6.0], 1: [6.0]})
     ours.timed[0].more, ours.timed[1].more = {"timelines": timelines[:3]}, {"timelines": timelines[3:]}
-    assert helper("pipeline").middle_of(ours) == timelines[3]
+    found = pipeline.measured(ours, pipeline.parse_arguments(["--mode", "sleep", "--microbatches", "1"]))
+    assert found.makespan == 12000.0 and found.bubble == 0.5
 
 
 def test_what_was_done_when_is_shown_and_drawn(helper: Helper, row: Callable[..., Any], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Training with bf16 and 8-bit optimizer states reaches the loss that float32 states reach."""
+"""Training with 8-bit optimizer states reaches the loss that float32 states reach."""
 
 import functools
 from typing import Any
@@ -15,9 +15,7 @@ from tests.kit.models import TinyGPT, token_batch
 STEPS, BATCHES, ROWS = 160, 16, 8
 OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
-    "lion": {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1},
     "adagrad": {"lr": 3e-2, "lr_decay": 0.0, "weight_decay": 0.0, "eps": 1e-10, "initial_accumulator_value": 0.0},
-    "sgd": {"lr": 0.03, "momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False},
 }
 
 
@@ -50,12 +48,7 @@ def losses(rule_name: str, state_dtype: torch.dtype, is_split: bool = False) -> 
 
 @pytest.mark.parametrize(
     ("rule_name", "state_dtype", "is_split"),
-    [
-        *((name, torch.int8, False) for name in OPTIONS),
-        ("adamw", torch.bfloat16, False),
-        ("sgd", torch.bfloat16, False),
-        ("adamw", torch.int8, True),
-    ],
+    [("adamw", torch.int8, False), ("adagrad", torch.int8, False), ("adamw", torch.int8, True)],
 )
 def test_the_last_loss_is_that_of_float32_states(rule_name: str, state_dtype: torch.dtype, is_split: bool) -> None:
     """Within 2 % of what training gained, either way: another seed moves it by up to 4 %. (8-bit states rounded to the

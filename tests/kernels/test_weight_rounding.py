@@ -11,8 +11,8 @@ from lowtide.kernels.optimizer_states import new_states
 from lowtide.kernels.optimizer_step import update_runs, update_shard
 from lowtide.kernels.weight_rounding import Rounding, rounded_weights, split_weights, with_remainder
 from lowtide.optimizers import OPTIMIZERS
-from tests.kernels.cpu_kernel import ADAM, CASES, STATE_DTYPES, bits, needs_compiler
-from tests.kernels.test_triton_optimizer_step_bits import EXACT, assert_same, powers_of_two
+from tests.kernels.cpu_kernel import ADAM, CASES, STATE_DTYPES, assert_same, bits, needs_compiler
+from tests.kernels.test_triton_optimizer_step import EXACT, powers_of_two
 
 CPU = torch.device("cpu")
 NUM_DRAWS = 10_000

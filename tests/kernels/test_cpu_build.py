@@ -43,18 +43,6 @@ def step() -> torch.Tensor:
     return weight
 
 
-def assert_torch_works_because(caplog: pytest.LogCaptureFixture, pattern: str) -> None:
-    """One line of warning; and the step is right all the same."""
-    caplog.clear()
-    caplog.set_level(logging.INFO, "lowtide")
-    found = step()
-    step()
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert re.fullmatch(f"CPU optimizer: torch's kernels, chunk by chunk, because {pattern}", record.getMessage())
-    torch.testing.assert_close(found, torch.full((2000,), 1 - 1e-2 * 0.1 - 1e-2), rtol=1e-6, atol=1e-6)
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A small library, quick to build."""
@@ -151,38 +139,36 @@ def test_a_cache_that_cannot_be_written_does_not_matter(cache: Path, source: Pat
     assert cache.is_file()
 
 
-def test_no_compiler(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+FAILS = '[ "$1" = --version ] && exit 0\necho "In file a.h" >&2\necho "a.h:1: error: too old" >&2\nexit 3'
+REASONS: dict[str, tuple[str | None, str]] = {  # a compiler's name or its text, None for an empty path
+    "no compiler": (
+        None,
+        r"found no C\+\+ compiler among c\+\+, g\+\+, clang\+\+; install a compiler, or name it in CXX",
+    ),
+    "not there": ("no-such-compiler -O3", "CXX is 'no-such-compiler -O3', and this program does not exist"),
+    "fails": (FAILS, "`.*/compiler -O2 .*` failed with exit code 3: a.h:1: error: too old"),
+    "writes no library": ("exit 0", "the library cannot be written or loaded: .*"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_without_a_library_torch_works_and_the_log_says_why(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert_torch_works_because(
-        caplog, r"found no C\+\+ compiler among c\+\+, g\+\+, clang\+\+; install a compiler, or name it in CXX"
-    )
-
-
-def test_a_compiler_that_is_not_there(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler -O3")
-    assert_torch_works_because(caplog, "CXX is 'no-such-compiler -O3', and this program does not exist")
-
-
-def test_a_compiler_that_fails(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = '[ "$1" = --version ] && exit 0\necho "In file a.h" >&2\necho "a.h:1: error: too old" >&2\nexit 3'
-    compiler = program(tmp_path / "compiler", text)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert_torch_works_because(caplog, f"`{compiler} -O2 .*` failed with exit code 3: a.h:1: error: too old")
-    assert list(cache.iterdir()) == []
-
-
-def test_a_compiler_that_writes_no_library(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", "exit 0")))
-    assert_torch_works_because(caplog, "the library cannot be written or loaded: .*")
+    text, reason = REASONS[name]
+    if text is None:
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("CXX", str(program(tmp_path / "compiler", text)) if "exit" in text else text)
+    caplog.set_level(logging.INFO, "lowtide")
+    found = step()
+    step()
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert re.fullmatch(f"CPU optimizer: torch's kernels, chunk by chunk, because {reason}", record.getMessage())
+    torch.testing.assert_close(found, torch.full((2000,), 1 - 1e-2 * 0.1 - 1e-2), rtol=1e-6, atol=1e-6)
+    assert not list(cache.glob("*.so.*"))  # what was begun
 
 
 def test_a_compiler_that_does_not_end(

@@ -24,6 +24,7 @@ from tests.kernels.exact_losses import (
     sizes,
 )
 from tests.kit.grids import pairs
+from tests.kit.training import refusal
 
 BACKENDS = ("triton", "reference")
 eager_form = import_module("lowtide.kernels.cross_entropy")  # by name: the package has the function of that name
@@ -200,11 +201,8 @@ def test_labels_out_of_range_are_nan_on_triton(label: int, generator: torch.Gene
 
 def test_labels_out_of_range_are_errors_in_the_reference() -> None:
     labels = torch.tensor([[1, -100, 2], [0, 8, -3]])
-    with pytest.raises(
-        ValueError,
-        match=r"^cross_entropy: expected labels in \[0, 8\) or ignore_index -100, found 8 at \(1, 1\); 2 labels",
-    ):
-        cross_entropy(torch.zeros(2, 3, 8), labels)
+    text = refusal(cross_entropy, torch.zeros(2, 3, 8), labels)
+    assert text.startswith("cross_entropy: expected labels in [0, 8) or ignore_index -100, found 8 at (1, 1); 2 labels")
 
 
 def test_float64_stays_float64(generator: torch.Generator) -> None:
@@ -225,25 +223,3 @@ def test_under_autocast_it_is_torchs_loss(generator: torch.Generator) -> None:
         found, wanted = cross_entropy(logits, labels), F.cross_entropy(logits, labels)
     assert found.dtype == wanted.dtype == torch.float32
     torch.testing.assert_close(found, wanted)
-
-
-def test_bad_inputs_are_errors() -> None:
-    logits, labels = torch.ones(2, 8), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(
-        ValueError, match=r"expected labels of shape \(2,\), for logits of shape \(2, 8\); found \(3,\)"
-    ):
-        cross_entropy(logits, torch.zeros(3, dtype=torch.long))
-    with pytest.raises(ValueError, match=r"expected labels of dtype torch.int64 or torch.int32, found torch.float32"):
-        cross_entropy(logits, labels.float())
-    with pytest.raises(ValueError, match=r"expected floating-point logits .*, found \(2, 8\) torch.int64"):
-        cross_entropy(logits.long(), labels)
-    with pytest.raises(ValueError, match=r"with n of at least 1, found \(2, 0\)"):
-        cross_entropy(logits[:, :0], labels)
-    with pytest.raises(ValueError, match=r"cross-entropy: expected label_smoothing in \[0, 1\], found 1.5"):
-        cross_entropy(logits, labels, label_smoothing=1.5)
-    with pytest.raises(ValueError, match=r"cross-entropy: expected z_loss of at least 0 and finite, found -1.0"):
-        cross_entropy(logits, labels, z_loss=-1.0)
-    with pytest.raises(ValueError, match=r"expected soft_cap above 0 and finite, or None for no cap; found 0.0"):
-        cross_entropy(logits, labels, soft_cap=0.0)
-    with pytest.raises(ValueError, match=r'expected a reduction of "mean", "sum", "none", found "max"'):
-        cross_entropy(logits, labels, reduction="max")  # type: ignore[call-overload]  # it is refused

@@ -1,7 +1,6 @@
 """The RMS norm in Triton's interpreter equals its formula in float64, forward and backward."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -216,18 +215,3 @@ def test_empty_tensors_stay_empty(shape: tuple[int, ...]) -> None:
     (y.sum() + h.sum()).backward()
     assert y.shape == h.shape == shape and grad_of(x).shape == shape
     assert not grad_of(weight).any()
-
-
-X = torch.ones(2, 8)
-REFUSED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: rms_norm(X, torch.ones(7)), r"rms_norm: expected weight of shape \(8,\), .*; found \(7,\)"),
-    (lambda: rms_norm(X, torch.ones(8, 1)), r"rms_norm: expected weight of shape \(8,\), .*; found \(8, 1\)"),
-    (lambda: rms_norm(X.long(), None), r"rms_norm: expected a floating-point x .*, found \(2, 8\) torch.int64"),
-    (lambda: add_rms_norm(X, X.half(), None), r"add_rms_norm: expected residual like x, \(2, 8\) torch.float32, found"),
-]
-
-
-@pytest.mark.parametrize(("call", "text"), REFUSED)
-def test_bad_shapes_are_errors(call: Callable[[], Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        call()

@@ -10,6 +10,7 @@ from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.sum_of_squares import squares_by_block, squares_by_block_reference, squares_of_each
 from tests.kernels.exact import DTYPES
 from tests.kit.grids import pairs
+from tests.kit.training import refusal
 
 BACKENDS = ["triton", "reference"]
 FLOAT32_ROUNDING = 2.0**-23
@@ -131,9 +132,9 @@ def test_float64_stays_exact(generator: torch.Generator) -> None:
 def test_bad_arguments_are_errors() -> None:
     x = torch.ones(64)
     for block_numel in (0, 8, 1000, 8192):
-        with pytest.raises(ValueError, match=rf"block_numel, a power of 2 from 16 to 4096, found {block_numel}"):
-            squares_by_block(x, block_numel)
-    with pytest.raises(ValueError, match=r"expected floating-point values, found torch.int32 at index 1"):
-        squares_of_each([x, x.int()], 64)
-    with pytest.raises(ValueError, match=r"expected non_finite of shape \(1,\) and int32, found \(2,\) torch.bool"):
-        squares_by_block(x, 64, non_finite=torch.zeros(2, dtype=torch.bool))
+        text = refusal(squares_by_block, x, block_numel)
+        assert f"block_numel, a power of 2 from 16 to 4096, found {block_numel}" in text
+    text = refusal(squares_of_each, [x, x.int()], 64)
+    assert "expected floating-point values, found torch.int32 at index 1" in text
+    text = refusal(squares_by_block, x, 64, non_finite=torch.zeros(2, dtype=torch.bool))
+    assert "expected non_finite of shape (1,) and int32, found (2,) torch.bool" in text

@@ -35,12 +35,9 @@ def one_cycle_with_warmup(optimizer: Any) -> Any:
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "lambda": lambda optimizer: schedulers.LambdaLR(optimizer, lambda step: 0.5**step),
-    "step": lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1),
     "sequential": one_cycle_with_warmup,
     "cosine restarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2),
     "one cycle": lambda optimizer: schedulers.OneCycleLR(optimizer, 0.1, total_steps=9, cycle_momentum=False),
-    "cyclic": lambda optimizer: schedulers.CyclicLR(optimizer, 1e-3, 1e-1, 2, cycle_momentum=False),
-    "multiplicative": lambda optimizer: schedulers.MultiplicativeLR(optimizer, lambda step: 0.9),
 }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import saving
-from tests.engine.saving import Continuation, Trip, engine_for, run_steps, spoil
+from tests.engine.saving import Continuation, Trip, engine_for, run_steps
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
@@ -259,27 +259,3 @@ def test_a_loss_scale_is_the_configs_where_it_is_static_or_none_was_saved(
     with engine_for(case.at(0, config=loaded), 1) as engine:
         engine.load_checkpoint(tmp_path)
         assert run_steps(engine, case, 2, 1).scales == [scale]
-
-
-def go_back(cases: list[Case], folder: Path) -> list[list[list[float]]]:
-    """The losses of two steps after a save, and after each of two loads in the middle of the training."""
-    found = []
-    for number, case in enumerate(cases):
-        with engine_for(case, 2) as engine:
-            run_steps(engine, case, 0, 1)
-            engine.save_checkpoint(folder / str(number))
-            losses = [run_steps(engine, case, 1, 2).losses]
-            for _ in range(2):
-                spoil(engine)
-                engine.load_checkpoint(folder / str(number))
-                losses.append(run_steps(engine, case, 1, 2).losses)
-            found.append(losses)
-    return found
-
-
-def test_a_training_goes_back_to_its_own_checkpoint(ranks: RankPool, tmp_path: Path) -> None:
-    tied = Case(models.tied_gpt, models.token_batch, 0, config={"communication": {"transport": "sockets"}})
-    shared = tied.at(3, config={"communication": {"transport": "shared_memory"}})
-    cases = [tied, shared, Case(special.Normalized, models.vector_batch_float64, 3)]
-    for first, second, third in ranks(2, go_back, cases, tmp_path)[0]:
-        assert first == second == third

@@ -13,7 +13,7 @@ from tests.kit import models
 from tests.kit.compiling import with_a_new_compiler
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, refusal
+from tests.kit.training import Case, refusal, take_step
 
 LAYERS = 3
 KINDS = ["block", "embedding", "norm", "head"]
@@ -100,27 +100,24 @@ def train_compiled(case: Case, how: str) -> tuple[list[float], list[Any], Any]:
     options = {"backend": backend, "fullgraph": True}
     torch.manual_seed(0)
     model = case.build() if "after" in how else compiled(how, case.build(), options)
-    engine = lowtide.initialize(model, case.as_config())
-    if "after" in how:
-        compiled(how, engine.module, options)
     losses, counts = [], []
-    for step in range(case.steps):
-        batch = (one.chunk(engine.data_size)[engine.data_rank] for one in case.global_batch(step, engine.data_size))
-        losses.append(engine.train_step(tuple(batch)).loss.item())
-        counts.append((backend.graphs, backend.runs))
-    state = engine.state_dict()
-    engine.close()
-    return losses, counts, state
+    with lowtide.initialize(model, case.as_config()) as engine:
+        if "after" in how:
+            compiled(how, engine.module, options)
+        for step in range(case.steps):
+            losses.append(take_step(engine, case, step).loss.item())
+            counts.append((backend.graphs, backend.runs))
+        return losses, counts, engine.state_dict()
 
 
-def train_in_each_way(cases: list[Case], hows: list[str]) -> list[Any]:
-    return [[train_compiled(case, how) for how in ("not at all", *hows)] for case in cases]
+def train_in_each_way(case: Case, hows: list[str]) -> list[Any]:
+    return [train_compiled(case, how) for how in ("not at all", *hows)]
 
 
 def test_compiled_training_is_the_same(ranks: RankPool) -> None:
     """fullgraph=True has raised where a graph breaks."""
     config = {"communication": {"transport": "sockets"}, "activation_checkpointing": {"every": 2}}
-    ((plain, *found),) = ranks(2, train_in_each_way, [CASE.at(3, config=config)], HOW)[0]
+    plain, *found = ranks(2, train_in_each_way, CASE.at(3, config=config), HOW)[0]
     for how, (losses, counts, state) in zip(HOW, found, strict=True):
         assert losses == plain[0], how
         assert list(state) == list(plain[2]) and all(torch.equal(state[name], plain[2][name]) for name in state)
@@ -271,7 +268,7 @@ def test_blocks_of_a_pipeline_are_compiled(ranks: RankPool) -> None:
     config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
     case = SMALL.at(1, build=steps_of_four, config=config, accumulation=4)
     hows = ["model wrapped", "blocks after"]
-    for ((plain, *found),) in ranks(2, train_in_each_way, [case], hows):
+    for plain, *found in ranks(2, train_in_each_way, case, hows):
         for losses, counts, state in found:
             assert losses == plain[0] and list(state) == list(plain[2])
             # Two blocks a rank, four microbatches, two steps.

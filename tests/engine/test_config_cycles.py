@@ -56,7 +56,7 @@ def test_a_cycle_moves_rate_and_betas(ranks: RankPool) -> None:
 def test_gradients_are_added_up_over_ranks(ranks: RankPool) -> None:
     case = Case(models.mlp_float64, models.vector_batch_float64, steps=3, config=SUM)
     prescaled, accumulated = case.at(3, config={"prescale_gradients": True}), case.at(2, accumulation=2)
-    *outcomes, last = ranks(2, train_all, [*map(case.at, range(4)), prescaled, accumulated])[0]
+    *outcomes, last = ranks(2, train_all, [case, prescaled, accumulated])[0]
     expected = train_plainly(case, 2, summed_sgd)
     for outcome in outcomes:
         torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-9, atol=0)
@@ -68,7 +68,7 @@ def test_gradients_are_added_up_over_ranks(ranks: RankPool) -> None:
 def test_autocast_is_torchs_around_each_forward(ranks: RankPool) -> None:
     case = Case(models.tiny_gpt, models.token_batch, steps=3, config=AUTOCAST)
     recomputed = case.at(3, config={"activation_checkpointing": {"every": 1}})
-    outcomes = ranks(2, train_all, [*map(case.at, range(4)), recomputed])[0]
+    outcomes = ranks(2, train_all, [case, recomputed])[0]
     expected = train_plainly(case.at(0, build=Autocast), 2)
     assert all(outcome.differences(outcomes[0]) == [] for outcome in outcomes)
     torch.testing.assert_close(outcomes[0].losses, expected.losses, rtol=2e-3, atol=0)

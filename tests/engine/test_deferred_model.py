@@ -160,11 +160,6 @@ def test_a_deferred_model_has_the_values_of_the_built_one(name: str) -> None:
     assert_deferred_is_built(BUILDERS[name])
 
 
-def test_little_more_than_one_parameter_is_alive_at_a_time() -> None:
-    peak, sizes = assert_deferred_is_built(partial(models.TinyGPT, width=64, layers=6))
-    assert max(sizes) <= peak <= 1.5 * max(sizes) < sum(sizes) / 5
-
-
 @pytest.mark.parametrize("draw", DRAWS)
 def test_what_a_second_pass_draws_again_is_forgotten_at_once(draw: str) -> None:
     peak, sizes = assert_deferred_is_built(partial(DrawnTwice, draw))
@@ -302,10 +297,6 @@ def traced(model: Any) -> None:
         model.traced = torch.jit.trace(nn.Linear(3, 3), torch.rand(1, 3))
 
 
-def draws_by_name(model: Any) -> None:
-    model.first = nn.Parameter(torch.rand(3, device="cpu"))
-
-
 def pickles(model: Any) -> None:
     model.copied = pickle.loads(pickle.dumps(model.layer))
 
@@ -346,7 +337,6 @@ BUILT_WITH_MEMORY: dict[Callable[[Any], object], str] = {
     conjugates: "makes tensors that are sparse, conjugated or negated",
     values_by_other_ways: "calls new_tensor of a tensor whose values come later",
     memory_beside_none: "computes with tensors that have memory and tensors that have none",
-    draws_by_name: "draws random numbers on a device that it names",
     pickles: "pickles a tensor",
     falls_back: "calls copy_",
     hides_what_it_reads: "calls item",

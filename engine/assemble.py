@@ -189,7 +189,11 @@ def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
         options = {key: getattr(section, key) for key in ("backend", "mode", "dynamic", "fullgraph")}
         blocks = (unit.module for unit in blueprint.units if not (unit.is_root or unit.is_end))
         compiled.want(blocks, partial(torch.compile, **options))
-    num_divided = compiled.apply([unit.module for unit in blueprint.units if not unit.is_root])
+    pipeline = blueprint.pipeline
+    num_divided = compiled.apply(
+        [unit.module for unit in blueprint.units if not unit.is_root],
+        None if pipeline is None else [compiled.module.get_submodule(name) for name in pipeline.split.blocks],
+    )
     if num_divided and not world.rank:
         logger.info(
             "torch.compile: modules with blocks are compiled block by block, and the remaining parts separately"

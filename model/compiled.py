@@ -45,6 +45,7 @@ class Compiled:
             importlib.import_module("torch._dynamo")
         self._patches = patches
         self._wanted: dict[int, tuple[nn.Module, Compile]] = {}
+        self._possible: set[int] | None = None  # ids of modules; None: all
         self.module = model
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled yet, and the import would take a second
             self.module = self._unwrapped(model)
@@ -60,11 +61,14 @@ class Compiled:
         for module in modules:
             self._wanted.setdefault(id(module), (module, make))
 
-    def apply(self, units: Collection[nn.Module]) -> int:
+    def apply(self, units: Collection[nn.Module], blocks: Iterable[nn.Module] | None = None) -> int:
         """Compile the forwards of the wanted modules, now and on later calls of `module.compile()`.
 
-        units: modules whose hooks must not be traced. Returns the number of wanted modules that contain units.
+        units: modules whose hooks must not be traced. blocks: with a pipeline, whose stages run the code outside of
+        its blocks on absent tensors: nothing else is compiled. Returns the number of wanted modules that contain units.
         """
+        if blocks is not None:
+            self._possible = {id(module) for block in blocks for module in block.modules()}
         inner = {id(unit) for unit in units}
         done: set[int] = set()
         divided = 0
@@ -85,12 +89,16 @@ class Compiled:
 
     def _compile(self, parts: list[nn.Module], make: Compile) -> None:
         for part in parts:
+            if self._possible is not None and id(part) not in self._possible:
+                continue
             forward: Any = part.forward
-            if isinstance(forward, Recomputing):  # compile inside, so the recomputation runs the compiled forward
-                compiled: Any = replace(forward, forward=make(forward.forward))
-            else:
-                compiled = make(forward)
-            self._patches.override(part, "forward", compiled)
+            # Compile inside of `Recomputing`, so the recomputation runs the compiled forward.
+            inner = forward.forward if isinstance(forward, Recomputing) else forward
+            if getattr(inner, "_torchdynamo_disable", False):  # `untraced`: torch.compile around it would trace it
+                continue
+            compiled = make(inner)
+            new = replace(forward, forward=compiled) if isinstance(forward, Recomputing) else compiled
+            self._patches.override(part, "forward", new)
 
     # -- removal of torch's wrappers ------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ named by the function that made it and by the number of earlier calls of that fu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +76,14 @@ def description(output: Any, block: str) -> Any:
     return map_leaves(describe, output)
 
 
+def _replace_modes(top: Sequence[TorchFunctionMode], new: Sequence[TorchFunctionMode]) -> None:
+    """Replace the modes at the top of torch's stack."""
+    for _ in top:
+        torch._C._pop_torch_function_stack()
+    for mode in new:
+        torch._C._push_on_torch_function_stack(mode)
+
+
 class OuterValues(TorchFunctionMode):
     """Keeps every tensor that a forward makes outside its blocks, by name. See [Note: names of values]."""
 
@@ -83,7 +91,6 @@ class OuterValues(TorchFunctionMode):
         super().__init__()
         self.values: dict[Name, Tensor] = {}
         self.used: set[Name] = set()  # values that were missing at the cut and needed after it
-        self._paused = False
         self._missing: dict[int, Name] | None = None
         self._calls: Counter[str] = Counter()
         self._with_grad = torch.is_grad_enabled()
@@ -93,7 +100,7 @@ class OuterValues(TorchFunctionMode):
         result = func(*args, **kwargs)
         function = str(getattr(func, "__name__", func))
         # Operations in another grad mode are hooks on parameters: no part of the forward, and different between ranks.
-        if self._paused or function == "__get__" or torch.is_grad_enabled() != self._with_grad:
+        if function == "__get__" or torch.is_grad_enabled() != self._with_grad:
             return result
         self.keep(function, self._calls[function], result)
         self._calls[function] += 1
@@ -103,12 +110,14 @@ class OuterValues(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Name no values within the context, as inside a block."""
-        before, self._paused = self._paused, True
+        """Take the mode off torch's stack within the context, as inside a block: torch's compiler would trace it."""
+        modes = [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+        above = modes[modes.index(self) :] if self in modes else []  # with this mode first
+        _replace_modes(above, above[1:])
         try:
             yield
         finally:
-            self._paused = before
+            _replace_modes(above[1:], above)
 
     def keep(self, function: str, number: int, result: Any) -> None:
         """Name the tensors that a function or block returned."""

@@ -49,10 +49,10 @@ class Step(nn.Module):
 class StepsOfTokens(nn.Module):
     """A kind of module beside the blocks in each place."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, 9)
-        self.blocks = nn.ModuleList(Step() for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Step() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(9), nn.Linear(9, 11, bias=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -260,16 +260,25 @@ def test_what_would_trace_hooks_is_refused(
         engine.train_step(vectors(0, 2))
 
 
-def steps_of_four() -> Any:
-    return steps_of_nine(4)
+def four_steps_of_tokens() -> nn.Module:
+    return StepsOfTokens(4).double()
 
 
-def test_blocks_of_a_pipeline_are_compiled(ranks: RankPool) -> None:
-    config = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
-    case = SMALL.at(1, build=steps_of_four, config=config, accumulation=4)
+IN_STAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "pipeline": (2, {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}),
+    "layer by layer": (1, {"zero_optimization": {"layered_gradient_accumulation": True}}),
+}
+
+
+@pytest.mark.parametrize("name", IN_STAGES)
+def test_blocks_of_stages_are_compiled_and_nothing_else(ranks: RankPool, name: str) -> None:
+    """The code around them runs on absent tensors. A mode of torch around the blocks would be a second graph."""
+    size, config = IN_STAGES[name]
+    config = config | {"activation_checkpointing": {"every": 1}}
+    case = CASE.at(1, build=four_steps_of_tokens, config=config, accumulation=4)
     hows = ["model wrapped", "blocks after"]
-    for plain, *found in ranks(2, train_in_each_way, case, hows):
+    for plain, *found in ranks(size, train_in_each_way, case, hows):
         for losses, counts, state in found:
             assert losses == plain[0] and list(state) == list(plain[2])
-            # Two blocks a rank, four microbatches, two steps.
-            assert counts[0][0] == counts[1][0] and counts[1][1] == 2 * 4 * 2
+            # Four microbatches, two steps, and each block runs again in its backward.
+            assert counts[1] == (1, 4 // size * 4 * 2 * 2)

@@ -114,9 +114,6 @@ REFUSED = {frozenset((name, other)) for name, others in _REFUSED.items() for oth
 """Pairs that a config is refused for."""
 _LEFT_OUT = {  # pairs that an engine takes, and that do not keep the laws
     frozenset(("hpZ", "messages in 4 bits")),  # which are summed in other groups
-    frozenset(("compiled blocks", "pipeline")),  # torch's compiler does not know released parameters
-    frozenset(("compiled blocks", "layer by layer")),  # nor, after an error, the mode that names values between blocks
-    frozenset(("compiled blocks", "tiles of the loss")),  # nor tiles of a head that is a unit
 }
 
 

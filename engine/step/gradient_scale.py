@@ -185,26 +185,29 @@ class GradientScale:
         if self.seed == 1.0 or (inputs is not None and not any(id(one) in self._own for one in inputs)):
             return roots
         nodes = [root.node if isinstance(root, GradientEdge) else _node_of(root) for root in roots]
-        reached = _reached(nodes, self._below_outside)
-        if not any(_is_leaf_of(node, self._own) for node in reached):
+        reached = [_reached([node], self._below_outside) for node in nodes]
+        reads = any(_is_leaf_of(node, self._own) for found in reached for node in found)
+        given = [any(map(self._has_applied, found)) for found in reached]
+        if not (reads or any(given)):  # no loss needs the factor before an output of the engine
             return roots
-        if inputs is not None:
+        if inputs is not None and reads:
             raise StateError(
                 "torch.autograd.grad: expected a loss of the output of engine(...), found a loss that also reads the "
                 f"engine's parameters: only a part of the gradient would have the factor {self.seed:g} of float16's "
                 "loss scale (or prescale_gradients, gradient_predivide_factor); call grad() for each of the two "
                 "losses"
             )
-        if any(self._has_applied(node) for node in reached):
+        lacking = [any(map(self._is_own, found)) for found in reached]
+        if any(map(all, zip(given, lacking, strict=True))):
             raise StateError(_IN_PART)
-        if not all(isinstance(root, Tensor) for root in roots):
+        if any(lacks and isinstance(root, GradientEdge) for root, lacks in zip(roots, lacking, strict=True)):
             raise StateError(
                 "torch.autograd.backward: expected tensors, found a GradientEdge of a loss that reads the engine's "
                 "parameters beside the output of engine(...); pass the tensor"
             )
         return tuple(
-            self.apply(cast(Tensor, root)) if _is_scaled(node, self._own, id(self)) else root
-            for root, node in zip(roots, nodes, strict=True)
+            self.apply(cast(Tensor, root)) if lacks and _is_scaled(node, self._own, id(self)) else root
+            for root, node, lacks in zip(roots, nodes, lacking, strict=True)
         )
 
     def _below_outside(self, node: Node) -> Iterable[Node | None]:
@@ -214,6 +217,10 @@ class GradientScale:
         if isinstance(node, _Edge._backward_cls) or self._has_applied(node):
             return ()
         return _below(node)
+
+    def _is_own(self, node: Node) -> bool:
+        """Return True for an output of the engine, and for one of its parameters."""
+        return id(self) in _edges(node) or _is_leaf_of(node, self._own)
 
     def _has_applied(self, node: Node) -> bool:
         return isinstance(node, _Applied._backward_cls) and getattr(node, "scale", None) is self

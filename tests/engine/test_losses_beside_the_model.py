@@ -199,6 +199,37 @@ def test_layers_may_be_called_before_the_model(ranks: RankPool) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
+ROOTS: dict[str, Loss] = {  # of a backward, beside the mean square of the output
+    "output": lambda output, model, x: output.abs().mean(),
+    "weight": lambda output, model, x: model.head.weight.square().mean(),
+    "both": lambda output, model, x: (output @ model.head.weight.T).square().mean(),
+    "neither": lambda output, model, x: x.square().mean(),
+}
+
+
+def gradients_of_two_roots(other: str, scaled: tuple[bool, bool], stage: int, kind: str) -> list[Tensor]:
+    """Of the parameters, after a step, and of the input."""
+    torch.manual_seed(0)
+    with engine_for(Net(), stage, kind) as engine:
+        x = samples(0, 0).requires_grad_()
+        output = engine(x)
+        losses = output.square().mean(), ROOTS[other](output, engine.module, x)
+        scales = [engine.scale(loss) if is_scaled else loss for loss, is_scaled in zip(losses, scaled, strict=True)]
+        torch.autograd.backward(scales)
+        engine.step()
+        assert x.grad is not None
+        return [x.grad, *engine.state_dict().values()]
+
+
+@pytest.mark.parametrize("other", ROOTS)
+def test_each_root_of_a_backward_may_be_scaled_or_not(other: str) -> None:
+    for stage in (0, 3):
+        expected = gradients_of_two_roots(other, (False, False), stage, "plain")
+        for scaled in pairs((False, True), (False, True)):
+            found = gradients_of_two_roots(other, scaled, stage, "predivided")
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=f"{stage}, {scaled}: {{}}".format)
+
+
 def test_what_has_the_factor_in_part_is_refused() -> None:
     with engine_for(Net(), 0, "predivided") as engine:
         x, weight = samples(0, 0), engine.module.get_parameter("head.weight")

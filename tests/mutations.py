@@ -31,6 +31,7 @@ ASKED = {
         [
             "tests/pipe/test_pipeline_training.py",
             "tests/pretend/test_parity.py",
+            "tests/pretend/test_host_update.py",
             "tests/pretend/test_delayed_update.py",
         ],
         ["tests/engine"],
@@ -63,7 +64,7 @@ ASKED = {
     "offload": [
         ["tests/offload"],
         ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"],
-        ["tests/parallel/test_expert_plan.py", "tests/pretend/test_parity.py"],
+        ["tests/parallel/test_expert_plan.py", "tests/pretend/test_parity.py", "tests/pretend/test_host_update.py"],
     ],
     "integrations": [["tests/integrations/huggingface/test_parity.py"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],

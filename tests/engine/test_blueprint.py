@@ -29,13 +29,9 @@ from tests.kit.features import case_of, feature_sets, num_ranks
 from tests.kit.ranks import RankPool
 from tests.kit.training import rank_and_world, refusal, settings
 from tests.parallel.test_expert_routing import Experts
-from tests.zero.apart import apart
 
 FP32: dict[str, Any] = {}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
-DRAWN: dict[str, Any] = {"bf16": {"enabled": True, "masters": False}, "data_types": {"grad_accum_dtype": "bf16"}}
-HOST: dict[str, Any] = {"device": "cpu"}
-SPECULATIVE = {**HOST, "overlap": "speculative"}
 STEPS = 3  # until the largest gradient has been in each of the buffers that take turns
 
 Found = dict[str, int]  # bytes by kind, some at several moments
@@ -266,16 +262,6 @@ def others_of_four_ranks() -> dict[str, dict[str, Any]]:
     }
 
 
-def cases_apart() -> dict[str, dict[str, Any]]:
-    """States in the memory of the host, where the model is on a device."""
-    late = {**HOST, "overlap": "delayed", "delay_after_steps": 1}
-    return {
-        "speculative, half": config_of(2, 2, zero={"offload_optimizer": {**SPECULATIVE, "ratio": 0.5}}, **BF16),
-        "delayed, no masters": config_of(1, zero={"offload_optimizer": {**late, "ratio": 0.5}}, **DRAWN),
-        "parameters": config_of(3, 2, zero={"offload_param": HOST, "offload_optimizer": HOST}, **BF16),
-    }
-
-
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_what_is_said_is_what_is_there(ranks: RankPool, tmp_path: Path, size: int) -> None:
     cases = cases_of(2 if size == 1 else size, tmp_path)
@@ -283,9 +269,9 @@ def test_what_is_said_is_what_is_there(ranks: RankPool, tmp_path: Path, size: in
     assert_equal(ranks(size, compare, cases, timeout=240))
 
 
-def test_so_it_is_with_experts_weights_of_few_bits_and_a_device_apart(ranks: RankPool) -> None:
+def test_so_it_is_with_experts_and_weights_of_few_bits(ranks: RankPool) -> None:
+    """With states in the memory of the host of a device: `tests/pretend/test_memory.py`."""
     assert_equal(ranks(4, compare, others_of_four_ranks()))
-    assert_equal(ranks(2, apart, compare, cases_apart()))
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,10 @@ def tied_gpt() -> nn.Module:
     return TinyGPT(tied=True)
 
 
+def tied_gpt_float64() -> nn.Module:
+    return TinyGPT(tied=True).double()
+
+
 def mlp() -> nn.Module:
     return Mlp()
 

@@ -13,6 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
+from lowtide.engine.config.config import Config
 
 ADAMW: dict[str, Any] = {
     "type": "adamw",
@@ -125,7 +128,8 @@ class Outcome:
 
     def differences(self, other: "Outcome") -> list[str]:
         """What is not the same to the last bit; empty where all is."""
-        found = [name for name in ("losses", "norms") if getattr(self, name) != getattr(other, name)]
+        told = [{name: str(getattr(one, name)) for name in ("losses", "norms")} for one in (self, other)]  # with NaN
+        found = [name for name in told[0] if told[0][name] != told[1][name]]
         found += ["order"] if list(self.state) != list(other.state) else []
         return found + differences(self.state, other.state)
 
@@ -171,6 +175,17 @@ def train(
     outcome.state = engine.state_dict()
     engine.close()
     return outcome
+
+
+def wrong_bytes(engine: lowtide.Engine, case: Case) -> str:
+    """Where the bytes between steps differ from those that the blueprint of the case says; empty if nowhere."""
+    with torch.device("meta"):
+        model = case.build()
+    blueprint = Blueprint.of(Config.load(case.as_config()).resolve(engine.world_size), model, engine.world_size)
+    said, there = bytes_of(blueprint, engine.rank, MemoryPhase.BETWEEN_STEPS), engine.memory()
+    planned = said.parameters, said.gradients, said.optimizer
+    taken = there.parameter_bytes, there.gradient_bytes, there.optimizer_bytes
+    return "" if planned == taken else f"planned {planned}, taken {taken}"
 
 
 def train_all(cases: Sequence[Case], **initialize_options: Any) -> list[Outcome]:

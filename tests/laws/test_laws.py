@@ -18,9 +18,6 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
-from lowtide.engine.config.config import Config
 from tests.kit.features import (
     NUMBERS,
     OF_FOUR_RANKS,
@@ -44,6 +41,7 @@ from tests.kit.training import (
     take_step,
     train_all,
     train_plainly,
+    wrong_bytes,
 )
 
 Names = tuple[str, ...]
@@ -103,16 +101,6 @@ def error_of(engine: lowtide.Engine, case: Case, fault: str) -> str:
     finally:
         vars(model)["fault"] = ""
     return "none"
-
-
-def wrong_bytes(engine: lowtide.Engine, case: Case) -> str:
-    with torch.device("meta"):
-        model = case.build()
-    blueprint = Blueprint.of(Config.load(case.as_config()).resolve(engine.world_size), model, engine.world_size)
-    said, there = bytes_of(blueprint, engine.rank, MemoryPhase.BETWEEN_STEPS), engine.memory()
-    planned = said.parameters, said.gradients, said.optimizer
-    taken = there.parameter_bytes, there.gradient_bytes, there.optimizer_bytes
-    return "" if planned == taken else f"planned {planned}, taken {taken}"
 
 
 def differ(found: Outcome, expected: Outcome, is_rounded: bool = False) -> bool:

@@ -179,8 +179,7 @@ def test_a_loss_fn_and_hugging_face(name: str) -> None:
 def test_a_step_that_fp16_skips() -> None:
     case = plain(2, fp16={"enabled": True, "initial_scale_power": 18, "hysteresis": 1})
     expected, found = train_all([case, layered(case)])
-    assert expected.skipped == found.skipped == [True, False]
-    assert expected.differences(found) == ["norms"] and expected.norms[1] == found.norms[1], "the first one is NaN"
+    assert expected.skipped == found.skipped == [True, False] and expected.differences(found) == []
 
 
 def test_each_microbatch_draws_what_a_forward_draws_behind_its_seed() -> None:
@@ -209,13 +208,9 @@ def test_each_microbatch_draws_what_a_forward_draws_behind_its_seed() -> None:
         assert total == pytest.approx(expected, rel=1e-5)
 
 
-def tied_gpt_64() -> nn.Module:
-    return models.tied_gpt().double()
-
-
 def test_tied_weights_are_summed_in_another_order() -> None:
     """Those of the head first, of all microbatches; so the last bits may differ."""
-    case = replace(plain(3), build=tied_gpt_64)
+    case = replace(plain(3), build=models.tied_gpt_float64)
     expected, found = train(case), train(layered(case))
     assert found.losses == pytest.approx(expected.losses, rel=1e-12)
     for name, value in expected.state.items():

@@ -42,14 +42,16 @@ def steps(engine: lowtide.Engine, numbers: range) -> list[float]:
 
 def go_on(folder: str, save_on: str, load_on: str, is_async: bool) -> None:
     register()
-    config = {"checkpoint": {"async": is_async}}
-    first = engine_on(save_on, **config)
+    config: dict[str, Any] = {"checkpoint": {"async": is_async}}
+    file = {"device": "nvme", "nvme_path": folder}
+    in_files = {"zero_optimization": {"stage": 3, "offload_optimizer": file, "offload_param": file}}
+    first = engine_on(save_on, **config, **(in_files if is_async else {}))
     steps(first, range(2))
     first.save_checkpoint(folder)
     saved = first.state_dict()
     expected = steps(first, range(2, 4))
     first.close()
-    second = engine_on(load_on, **config)
+    second = engine_on(load_on, **config, **({} if is_async else in_files))
     second.load_checkpoint(folder)
     assert all(torch.equal(value, saved[name]) for name, value in second.state_dict().items())
     if save_on == load_on:  # else the generators are others

@@ -14,6 +14,7 @@ from tests.kit.models import TinyGPT, short_gpt, tied_gpt, tiny_gpt_float64, tok
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, Outcome, train
 from tests.pretend.group import register
+from tests.zero import test_early_staging, test_unused_parameters
 
 GPT = Case(TinyGPT, token_batch, steps=2, accumulation=2, clip=0.5)
 SHORT = replace(GPT, build=short_gpt)
@@ -25,6 +26,13 @@ DTYPES: dict[str, dict[str, Any]] = {
 PLAIN = ((0, "fp32"), (1, "bf16"), (2, "fp16"), (3, "fp16"))  # fp32 at other stages is below
 HOST = {"device": "cpu"}
 FILE = {"device": "nvme", "nvme_path": "."}
+
+
+IN_8_BITS: dict[str, Any] = {
+    "bf16": {"enabled": True, "masters": "int8"},
+    "data_types": {"grad_accum_dtype": "bf16"},
+    "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}},
+}
 
 
 def zero(stage: int, **sections: Any) -> Case:
@@ -56,11 +64,25 @@ CASES = {
     "remainders, in host memory": zero(2, offload_optimizer=HOST).at(
         2, config={"bf16": {"enabled": True, "masters": "kahan"}}
     ),
+    "update in backward, all in host memory": replace(
+        zero(3, update_in_backward=True, offload_param=HOST, offload_optimizer=HOST), accumulation=1, clip=0.0
+    ),
+    "a part of all in host memory": zero(3, offload_param=HOST, offload_optimizer={**HOST, "ratio": 0.3}),
+    "tied weights in host memory": replace(zero(3, offload_param=HOST, offload_optimizer=HOST), build=tied_gpt),
+    "corrections, in host memory": zero(1, offload_optimizer=HOST).at(1, config=IN_8_BITS),
+    "an overflow, states in host memory": replace(zero(3, offload_optimizer=HOST), accumulation=1, steps=5).at(
+        3, config={"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}}
+    ),
+    "what some steps use, states in host memory": test_unused_parameters.case_of(
+        3, 2, "adamw", torch.float32, **DTYPES["bf16"], zero_optimization={"offload_optimizer": HOST}
+    ),
     "lamb": optimizer("lamb"),
     "muon": optimizer("muon"),
     "sgd": optimizer("sgd", momentum=0.9),
     "fused kernels": GPT.at(3, config={"kernels": {"fuse_modules": True}}),
     "tied weights": replace(GPT, build=tied_gpt, stage=3),
+    "odd gradients": Case(test_early_staging.Odd, test_early_staging.batch, 3, steps=2),
+    "gradients that come twice": Case(test_early_staging.Twice, test_early_staging.batch, steps=2),
     "float64": replace(GPT, build=tiny_gpt_float64, stage=2),
 }
 

@@ -228,9 +228,15 @@ def test_every_use_gives_the_bits_of_the_cpu(pretend_ranks: RankPool, tmp_path: 
 
 # -- more ranks, and other numbers of them ----------------------------------------------------------------------------
 
-GPT = Case(models.tiny_gpt_float64, models.token_batch, clip=0.3, steps=2)
+GPT = Case(models.tied_gpt_float64, models.token_batch, clip=0.3, steps=2)
+ON_HOST = {"offload_optimizer": HOST}
 ON_FOUR_RANKS = {
-    "hybrid, stage 3": GPT.at(3, config={"zero_optimization": {"shard_size": 2}}),
+    "hybrid, stage 3, all in host memory": GPT.at(
+        3, config={"zero_optimization": {"shard_size": 2, "offload_param": HOST, **ON_HOST}}
+    ),
+    "pipeline, states in host memory": GPT.at(
+        3, accumulation=2, config={"parallel": {"pipeline": 2}, "zero_optimization": ON_HOST}
+    ),
     "hpZ": GPT.at(3, config={"zero_optimization": {"zero_hpz_partition_size": 2}}),
 }
 

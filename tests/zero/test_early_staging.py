@@ -1,4 +1,7 @@
-"""Gradients leave their parameters as they come, so that those of a block are never there all at once."""
+"""Gradients leave their parameters as they come, so that those of a block are never there all at once.
+
+That those of a device, which are staged together, are the same is asked in `tests/pretend/test_parity.py`.
+"""
 
 from collections import Counter
 from typing import Any
@@ -13,7 +16,6 @@ from lowtide.comm import Axis
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.gradient_reducer import GradientReducer
 from lowtide.zero.sequence import UnitSequence
-from tests.kit.grids import pairs
 from tests.kit.models import Chain
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, Outcome, assert_alike, train_all, trained
@@ -139,22 +141,3 @@ def test_one_that_comes_twice_is_added_as_autograd_does(ranks: RankPool, num_ref
     for staged, plain in ranks(2, train_staged_and_not, cases, num_refused):
         for both in zip(staged, plain, strict=True):
             assert_alike(both)
-
-
-def train_together_and_not(cases: list[Case]) -> tuple[list[Outcome], list[Outcome]]:
-    with mock.patch("lowtide.zero.unit.stages_early", lambda device: False):
-        together = train_all(cases)
-    return together, train_all(cases)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_those_that_are_staged_together_are_the_same(ranks: RankPool, world_size: int) -> None:
-    """As on a device."""
-    native = {"communication": {"transport": "native"}}
-    cases = [
-        CASE.at(stage, build=model, config={**native, "bf16": {"enabled": narrow}})
-        for model, stage, narrow in pairs((Twice, Odd), range(4), (False, True))
-    ]
-    for together, plain in ranks(world_size, train_together_and_not, cases):
-        for case, *both in zip(cases, together, plain, strict=True):
-            assert_alike(both, case)

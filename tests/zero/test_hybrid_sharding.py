@@ -11,15 +11,13 @@ import torch
 
 import lowtide
 from lowtide.comm.shared_segment import REDUCED, SharedCounters
-from lowtide.offload import PagePool
 from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_alike, assert_close, logged, train, train_all
+from tests.kit.training import Case, Outcome, assert_alike, logged, train
 
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 MLP = Case(models.mlp, models.vector_batch, clip=0.3)
-BF16 = MLP.at(0, config={"bf16": {"enabled": True}})
 
 
 def train_hearing_late(case: Case) -> Outcome:
@@ -69,25 +67,6 @@ def test_another_backward_adds_to_a_sum_that_was_final(ranks: RankPool) -> None:
 # -- hpZ of ZeRO++ ----------------------------------------------------------------------------------------------------
 
 PAIRS = {"zero_hpz_partition_size": 2}
-
-
-def both(case: Case, transport: str = "sockets", **zero: Any) -> list[Case]:
-    """Plain stage 3, and with pairs."""
-    config = {"communication": {"transport": transport}}
-    return [case.at(3, config={**config, "zero_optimization": {**zero, **more}}) for more in ({}, PAIRS)]
-
-
-def train_without_pages(cases: list[Case]) -> list[Outcome]:
-    """What stays has a storage of its own, as on a device."""
-    with mock.patch.object(PagePool, "is_possible", return_value=False):
-        return train_all(cases)
-
-
-def test_pairs_of_a_device_have_the_numbers_of_stage_3(ranks: RankPool) -> None:
-    assert_alike(ranks(4, train_without_pages, both(BF16))[0])
-    case = Case(models.short_gpt_float64, models.token_batch, clip=0.3, steps=2)
-    plain, paired = ranks(4, train_all, both(case, "native"))[0]
-    assert_close(paired, plain, 1e-10, 1e-10)
 
 
 def bytes_and_gathers(transport: str, zero: dict[str, Any]) -> tuple[dict[str, int], Counter[tuple[Any, ...]]]:

@@ -52,19 +52,6 @@ class Dicts(Net):
         return block["down"](block["act"](block["up"](block["norm"](x))))
 
 
-class Lists(Net):
-    """As x-transformers has them: norms of which some are None, what is computed, and what adds it."""
-
-    def block(self, index: int) -> nn.Module:
-        norms: list[Any] = [nn.LayerNorm(WIDTH), None]
-        return nn.ModuleList([nn.ModuleList(norms), linear(), nn.Identity()])
-
-    def run(self, block: Any, x: Tensor) -> Tensor:
-        (before, after), layer, residual = block
-        x = residual(layer(before(x)))
-        return x if after is None else after(x)
-
-
 class ListsOfBlocks(Net):
     """One, two and three blocks."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.zero.group import ShardedGroup
-from tests.engine.saving import Continuation, load_all, save_all
+from tests.engine.saving import load_all, save_all
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, assert_alike, logged, take_step, train_all, trained
@@ -26,23 +26,18 @@ def at(stage: int, transport: str = "sockets", zero: Any = (), case: Case = BASE
 
 
 def test_a_backend_that_sums_sends_the_same_messages(ranks: RankPool) -> None:
-    work = [at(stage, transport, weight_bits=8) for stage in (2, 3) for transport in ("sockets", "native")]
-    outcomes = ranks(4, train_all, work)[0]
-    assert_alike(outcomes[:2])
-    assert_alike(outcomes[2:])
+    assert_alike(ranks(4, train_all, [at(3, transport, weight_bits=8) for transport in ("sockets", "native")])[0])
 
 
 TIED = BASE.at(2, build=partial(models.TinyGPT, layers=1, tied=True), accumulation=2)
 FP16 = BASE.at(1, config={"fp16": {"enabled": True, "initial_scale_power": 8}})
 PIPED = BASE.at(1, build=partial(models.TinyGPT, layers=2), config={"parallel": {"pipeline": 2}}, accumulation=2)
 OTHER_FORMS: dict[str, Case] = {
-    "stage 0": at(0),
     "accumulation, tied": at(2, weight_bits=4, case=TIED),
     "hybrid": at(3, weight_bits=8, zero={"shard_size": 2}),
     "hpZ": at(3, weight_bits=4, zero={"zero_hpz_partition_size": 2}),
     "exact in a host, fp16": at(1, gradient_bits_in_host=None, weight_bits=8, case=FP16),
     "pipeline": at(1, weight_bits=4, ranks_of_host=1, case=PIPED),
-    "tensor": at(1, weight_bits=4, case=BASE.at(1, config={"parallel": {"tensor": 2}})),
 }
 
 
@@ -83,13 +78,13 @@ def test_copies_are_the_same_on_all_ranks_and_errors_do_not_add_up(ranks: RankPo
 
 
 def test_a_resumed_training_has_the_bits_of_one_without_a_break(ranks: RankPool, tmp_path: Path) -> None:
-    cases = [at(stage, weight_bits=4, ranks_of_host=1, case=BASE.at(stage, config=BF16)) for stage in (2, 3)]
-    elsewhere = [(f"2-{case.stage}", at(1, gradient_bits=None, ranks_of_host=1)) for case in cases]
-    saved: list[Continuation] = ranks(2, save_all, cases, tmp_path, 2)[0]
-    loaded = ranks(2, load_all, [(f"2-{case.stage}", case) for case in cases], tmp_path, 2)[0]
-    assert [ours.differences(theirs) for ours, theirs in zip(loaded, saved, strict=True)] == [[], []]
-    for found, expected in zip(ranks(1, load_all, elsewhere, tmp_path, 1)[0], saved, strict=True):
-        assert found.state_differences(expected) == [], "what is saved is exact"
+    case = at(3, weight_bits=4, ranks_of_host=1, case=BASE.at(3, config=BF16))
+    elsewhere = at(1, gradient_bits=None, ranks_of_host=1)
+    (saved,) = ranks(2, save_all, [case], tmp_path, 2)[0]
+    (loaded,) = ranks(2, load_all, [("2-3", case)], tmp_path, 2)[0]
+    assert loaded.differences(saved) == []
+    (found,) = ranks(1, load_all, [("2-3", elsewhere)], tmp_path, 1)[0]
+    assert found.state_differences(saved) == [], "what is saved is exact"
 
 
 def shown_and_exported(case: Case) -> list[bool]:
@@ -103,9 +98,8 @@ def shown_and_exported(case: Case) -> list[bool]:
         return [*found, engine.rank > 0 or torch.equal(state[name], shard_values)]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_what_is_shown_is_exact(ranks: RankPool, stage: int) -> None:
-    assert ranks(2, shown_and_exported, at(stage, weight_bits=4)) == [[True, True]] * 2
+def test_what_is_shown_is_exact(ranks: RankPool) -> None:
+    assert ranks(2, shown_and_exported, at(3, weight_bits=4)) == [[True, True]] * 2
 
 
 def notes_at_start(case: Case) -> list[str]:

@@ -25,7 +25,7 @@ from tests.kit.training import refusal, settings
 
 WIDTH = 4
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "40"))
+NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "15"))
 Calls = tuple[tuple[str, tuple[int, ...]], ...]  # (how, blocks) one behind the other
 
 
@@ -210,8 +210,7 @@ def train_plainly(program: Program) -> tuple[list[float], dict[str, Tensor]]:
 def test_ranks_with_any_calls_train_as_one_process(ranks: RankPool, world_size: int, share: float) -> None:
     programs = [random_program(seed, world_size) for seed in range(int(NUM_PROGRAMS * share))]
     if world_size == 2:
-        transports = ("sockets", "shared_memory")
-        programs += [planned_program(number, one) for number in range(len(PLANS)) for one in transports]
+        programs += [planned_program(at, ("sockets", "shared_memory")[at % 2]) for at in range(len(PLANS))]
     for first in range(0, len(programs), 100):
         some = programs[first : first + 100]
         for program, (norms, state) in zip(some, ranks(world_size, train_all, some)[0], strict=True):

@@ -111,20 +111,20 @@ def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, 3, WIDTH, generator=torch.Generator().manual_seed(step)).double(),)
 
 
-def case_of(build: Callable[[], nn.Module], stage: int) -> Case:
-    return Case(build, rows_of, stage, accumulation=2, clip=0.05, steps=2, config={"optimizer": SGD})
+def case_of(build: Callable[[], nn.Module], stage: int, accumulation: int = 1) -> Case:
+    return Case(build, rows_of, stage, accumulation, clip=0.05, steps=2, config={"optimizer": SGD})
 
 
 COLUMNS = {"plan": {"experts.*.up": "column", "experts.*.down": "row"}}
 ROWS: dict[int, list[Row]] = {  # by number of ranks
     2: [
         (case_of(skipping, 0), 2, EXPERT),
-        (case_of(calling, 2), 2, EXPERT),
+        (case_of(calling, 2, 2), 2, EXPERT),
         (case_of(skipping_some, 3), 2, EXPERT | AGAIN | {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
     ],
     4: [
         (case_of(calling_some, 3), 4, {"parallel": {"expert": 4}, "communication": {"transport": "native"}}),
-        (case_of(skipping_some, 1), 2, {"parallel": {"expert": 2, "pipeline": 2}}),
+        (case_of(skipping_some, 1, 2), 2, {"parallel": {"expert": 2, "pipeline": 2}}),
         (case_of(skipping_some, 3), 2, {"parallel": {"expert": 2, "tensor": 2}, "tensor_parallel": COLUMNS}),
     ],
 }

@@ -1,6 +1,7 @@
 """Bytes of split layers are those of the formulas: on the wire, kept for the backward, in tiles, of a rank's shards."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -8,20 +9,19 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.blueprint.blueprint import Blueprint
-from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
-from lowtide.engine.config.config import Config
 from tests.kit.ranks import RankPool
-from tests.kit.training import settings
+from tests.kit.training import Case, trained, wrong_bytes
 from tests.parallel import models_of_others as others
 from tests.parallel.trainings import PARTS, SOCKETS, TENSOR, Largest, dropping, mixed, split_config
 
 
-def sent_in_second_step(engine: lowtide.Engine, batch: Any) -> int:
+def sent_in_second_step(engine: lowtide.Engine, batch: Any, watching: AbstractContextManager[Any] | None = None) -> int:
+    """watching: is entered for that step."""
     exchange = engine._mesh.exchange(("tensor",))
     engine.train_step(batch)
     before = exchange.bytes_sent
-    engine.train_step(batch)
+    with watching or nullcontext():
+        engine.train_step(batch)
     return exchange.bytes_sent - before
 
 
@@ -49,9 +49,7 @@ def of_blocks(build: Callable[..., nn.Module], config: dict[str, Any]) -> list[t
                 return x
 
             batch = tuple(one[:, :8].contiguous() for one in others.tokens(0, 2))
-            sent = sent_in_second_step(engine, batch)
-            with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-                engine.train_step(batch)
+            sent = sent_in_second_step(engine, batch, torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x))
         found.append((sent, sum(kept.values())))
     return found
 
@@ -135,9 +133,7 @@ def in_tiles() -> list[tuple[int, int]]:
         ids = torch.arange(LENGTH)[None] % VOCAB
         config = split_config(**parallel, tensor_parallel=plan, tiles=tile, train_micro_batch_size_per_gpu=1)
         with lowtide.initialize(Wide(), config) as engine:
-            sent = sent_in_second_step(engine, (ids,))
-            with Largest() as largest:
-                engine.train_step((ids,))
+            sent = sent_in_second_step(engine, (ids,), largest := Largest())
         found.append((largest.numel, sent))
     return found
 
@@ -155,31 +151,24 @@ def test_what_is_made_in_tiles_is_in_proportion_to_the_tile(ranks: RankPool) -> 
     assert ranks(2, in_tiles) == [right] * 2
 
 
-BLUEPRINTS: dict[int, tuple[Callable[[], Any], dict[str, Any], float]] = {  # by number of ranks: at most of the whole
-    2: (others.gpt2, settings(**TENSOR, **SOCKETS), 0.55),
-    4: (others.gpt_oss, settings(3, parallel={"tensor": 2, "expert": 2}, **SOCKETS), 0.45),
+SPLIT: dict[int, tuple[Case, float]] = {  # by number of ranks: a case, and the most of the whole that a rank has
+    2: (Case(others.gpt2, others.tokens, config=TENSOR | SOCKETS), 0.55),
+    4: (Case(others.gpt_oss, others.tokens, 3, config={"parallel": {"tensor": 2, "expert": 2}, **SOCKETS}), 0.45),
 }
 
 
-def bytes_there_are() -> tuple[int, int, int]:
-    """Of parameters and of the optimizer, and elements of a rank's parts of parameters."""
-    build, config, _ = BLUEPRINTS[torch.distributed.get_world_size()]
-    torch.manual_seed(0)
-    with lowtide.initialize(build(), config) as engine:
-        engine.train_step(others.tokens(engine.data_rank, 2))
-        memory = engine.memory()
+def bytes_apart(case: Case) -> tuple[str, int]:
+    """Where bytes differ from the blueprint's, and elements of a rank's parts of parameters."""
+    with trained(case, 1) as engine:
         groups = [group for unit in engine._runner.passes.units for group in unit.groups]
         with engine.gathered():
             own = sum(param.numel() for group in groups for param in group.params)
-        return memory.parameter_bytes, memory.optimizer_bytes, own
+        return wrong_bytes(engine, case), own
 
 
-@pytest.mark.parametrize("num_ranks", BLUEPRINTS)
+@pytest.mark.parametrize("num_ranks", SPLIT)
 def test_the_blueprint_says_the_bytes_of_a_split(ranks: RankPool, num_ranks: int) -> None:
-    build, config, most = BLUEPRINTS[num_ranks]
-    blueprint = Blueprint.of(Config.load(config).resolve(num_ranks), build(), num_ranks)
-    whole = sum(param.numel() for param in build().parameters())
-    for rank, (parameters, optimizer, own) in enumerate(ranks(num_ranks, bytes_there_are)):
-        said = bytes_of(blueprint, rank, MemoryPhase.BETWEEN_STEPS)
-        assert (parameters, optimizer) == (said.parameters, said.optimizer), rank
-        assert own < most * whole
+    case, most = SPLIT[num_ranks]
+    whole = sum(param.numel() for param in case.build().parameters())
+    for differing, own in ranks(num_ranks, bytes_apart, case):
+        assert not differing and own < most * whole

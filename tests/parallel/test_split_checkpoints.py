@@ -26,10 +26,9 @@ TRIPS: dict[str, Trip] = {
         "model.layers.1.self_attn.k_proj.weight",
         [(2, 0, TENSOR), (4, 3, {"parallel": {"tensor": 4}})],
     ),
-    "experts": (others.mixtral, STACKED, [(2, 0, EXPERT), (4, 3, {"parallel": {"tensor": 4}})]),
     "both": (others.mixtral, STACKED, [(4, 3, BOTH), (1, 1, {})]),
     "whole": (others.mixtral, STACKED, [(1, 0, {}), (4, 3, BOTH)]),
-    "lists": (skipping, LISTED, [(4, 1, EXPERT), (1, 0, {}), (4, 3, {"parallel": {"expert": 4}})]),
+    "lists": (skipping, LISTED, [(4, 1, EXPERT), (4, 3, {"parallel": {"expert": 4}})]),
 }
 Found = tuple[dict[str, Tensor], Tensor, float]  # weights, a state of the optimizer, and the loss of the step after
 

@@ -4,8 +4,8 @@ And whoever waits for counters of others learns who will not come.
 """
 
 import errno
-import logging
 import os
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -15,6 +15,7 @@ import torch
 from lowtide.comm import CollectiveError, Mesh, ParallelDims, World
 from lowtide.comm.shared_segment import COUNTERS_NUMEL, POSTED, SharedCounters
 from tests.kit.ranks import RankPool
+from tests.kit.training import logged
 
 SEGMENT = "lowtide.comm.shared_segment"
 REAL_OPEN = os.open
@@ -47,29 +48,20 @@ def create(transport: str, ranks: tuple[int, ...], patched: str, by: Any, later:
 
     later: when the mesh is there and gets its slots.
     """
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("lowtide").addHandler(handler)
-    here = mock.patch(patched, by) if int(os.environ["RANK"]) in ranks else mock.patch("os.getpid", os.getpid)
-    before = set(os.listdir("/dev/shm"))
-    try:
-        if not later:
-            here.start()
-        mesh = Mesh.create(
-            World.join("cpu", 20.0), ParallelDims((("shard", 2),), data=("shard",)), transport, 1 << 20, "shard"
-        )
-        if later:
-            here.start()
-            mesh.axes["shard"].transport.reserve_slots(4096, 2)
-        return mesh.axes["shard"].transport.name, "", said
-    except CollectiveError as error:
-        left = set(os.listdir("/dev/shm")) - before
-        assert later or not any(name.startswith(f"lowtide-{os.getpid()}-") for name in left)
-        return "", str(error), said
-    finally:
-        here.stop()
-        logging.getLogger("lowtide").removeHandler(handler)
+    here: Any = mock.patch(patched, by) if int(os.environ["RANK"]) in ranks else nullcontext()
+    before, dims = set(os.listdir("/dev/shm")), ParallelDims((("shard", 2),), data=("shard",))
+    with logged("WARNING") as said:
+        try:
+            with nullcontext() if later else here:
+                mesh = Mesh.create(World.join("cpu", 20.0), dims, transport, 1 << 20, "shard")
+            if later:
+                with here:
+                    mesh.axes["shard"].transport.reserve_slots(4096, 2)
+            return mesh.axes["shard"].transport.name, "", said
+        except CollectiveError as error:
+            left = set(os.listdir("/dev/shm")) - before
+            assert later or not any(name.startswith(f"lowtide-{os.getpid()}-") for name in left)
+            return "", str(error), said
 
 
 MAPPING = "rank 1 cannot map /dev/shm/lowtide-"

@@ -51,12 +51,12 @@ def train(name: str, stage: int, deferred: bool = False, weights: Path | None = 
 
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-MANY = ["GPT2LMHeadModel", "MixtralForCausalLM", BERT, T5, VIT, "recomputing"]
+MANY = ["GPT2LMHeadModel", "MixtralForCausalLM", T5, VIT, "recomputing"]
 Row = tuple[list[str], str, dict[str, Any], float, float]
 PRECISIONS: dict[str, Row] = {  # models, schedule, config, tolerances of losses and norms
     "fp32": (MANY, "zb-h1", {}, 1e-5, 1e-4),
-    "bf16": ([LLAMA, *MANY[2:]], "1f1b", {"bf16": {"enabled": True}}, 2e-3, 2e-3),  # masks and tables too
-    "fp16": ([LLAMA, T5], "zb-h1", FP16, 2e-3, 2e-3),
+    "bf16": ([LLAMA, BERT, T5], "1f1b", {"bf16": {"enabled": True}}, 2e-3, 2e-3),  # masks and tables too
+    "fp16": ([T5], "zb-h1", FP16, 2e-3, 2e-3),
     "autocast": (["autocast"], "zb-v", {}, 1e-6, 1e-6),
 }
 

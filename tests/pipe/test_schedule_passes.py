@@ -1,4 +1,4 @@
-"""Passes add what they say and leave the rest: whole backwards, reduces, steps, and the forward alone."""
+"""Passes add what they say and leave the rest: whole backwards, reduces and steps."""
 
 from itertools import pairwise
 
@@ -7,9 +7,8 @@ import pytest
 from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.passes import add_reduces, complete, merge_backward
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import BACKWARD_OPS, Action, Op, Schedule
+from lowtide.pipe.schedules.schedule import Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
-from tests.pipe.pipelines import forward_only
 
 
 def count(schedule: Schedule, op: Op) -> int:
@@ -63,16 +62,6 @@ def test_no_send_waits_for_a_release_or_a_reduce() -> None:
         for row in complete(make_schedule(name, 3, 6), gathers=True, budget=1).actions:
             for before, after in pairwise(row):
                 assert not (before.op in (Op.RELEASE, Op.REDUCE) and after.op in (Op.SEND_F, Op.SEND_B))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_forward_alone_can_run_with_and_without_messages(name: str) -> None:
-    for p, m in ((1, 2), (3, 7), (4, 8)):
-        schedule = make_schedule(name, p, m)
-        for alone in (forward_only(schedule), forward_only(complete(schedule)), complete(forward_only(schedule))):
-            assert alone.is_forward_only and not alone.has_any(*BACKWARD_OPS, Op.SEND_B, Op.REDUCE, Op.STEP)
-            assert count(alone, Op.F) == m * schedule.num_stages
-            simulate(alone, blocking=True)
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -8,7 +8,6 @@ import pytest
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule
-from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
 from tests.pipe.pipelines import with_steps
 
@@ -68,18 +67,6 @@ def test_comments_empty_lines_and_ranks_over_several_lines_are_read() -> None:
 )
 def test_a_fault_is_named_by_its_place(old: str, new: str, message: str) -> None:
     assert message in refusal(Schedule.from_text, TEXT.replace(old, new, 1))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_number_of_microbatches_that_is_taken_makes_a_schedule_that_can_run(name: str) -> None:
-    kind = KINDS[name]
-    for p in (1, 2, 3, 5):
-        for m in range(max(1, kind.microbatches_per_rank * p), 4 * p + 2):
-            for chunks in range(kind.min_chunks, (kind.max_chunks or kind.min_chunks + 2) + 1):
-                schedule = make_schedule(name, p, m, chunks)
-                assert (schedule.name, schedule.num_ranks, schedule.num_microbatches) == (name, p, m)
-                assert schedule.num_stages == p * chunks
-                simulate(schedule)
 
 
 @pytest.mark.parametrize("name", KINDS)

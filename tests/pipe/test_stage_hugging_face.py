@@ -6,10 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.engine.model.deferred import DeferredModel
-from lowtide.pipe.split.split import plan_split
-from lowtide.pipe.stage import Stage
-from tests.kit import models
 from tests.kit.training import refusal
 from tests.pipe.hugging_face import MODELS, batch_for, builder
 from tests.pipe.staged import Call, equal_staged, staged, stages_of, whole
@@ -76,34 +72,9 @@ def test_caches_of_keys_and_values_are_off_while_a_stage_runs_and_the_config_kee
     assert found.differences(whole(build(), call)) == []
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_the_model_checkpoints_its_layers_itself(use_reentrant: bool) -> None:
-    def build() -> nn.Module:
-        made: nn.Module = models.recomputing(builder(LLAMA)(), use_reentrant)
-        return made
-
-    found = staged(stages_of(build, 2), calling(LLAMA))
-    assert found.differences(whole(builder(LLAMA)(), calling(LLAMA))) == []
-
-
 def test_a_loss_over_the_routers_of_all_layers_is_refused() -> None:
     text = refusal(stages_of, builder("MixtralForCausalLM", output_router_logits=True), 2)
     assert "output_router_logits of '(the model)' is True: this loss needs the routers of all blocks on the" in text
-
-
-@pytest.mark.parametrize("name", [LLAMA, "GPT2LMHeadModel", T5])
-def test_a_recorded_construction_fills_the_stage_only(name: str) -> None:
-    build, stages = builder(name), list[Stage]()
-    for index in range(4):
-        torch.manual_seed(0)
-        deferred = DeferredModel(build)
-        stage = Stage(deferred.module, plan_split(deferred.module, 4), index)
-        own = {id(param) for param in stage.module.parameters()}
-        for param, value in deferred.values():
-            if id(param) in own:
-                param.data = value.clone()
-        stages.append(stage)
-    assert staged(stages, calling(name)).differences(whole(build(), calling(name))) == []
 
 
 @pytest.mark.parametrize("name", [LLAMA, "BloomForCausalLM", T5])

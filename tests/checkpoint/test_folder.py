@@ -69,7 +69,8 @@ GOOD_TAGS = ["step 7", "best-loss=0.5", "\u00e9t\u00e9", "-a", "+b", "a.b", "lat
 
 def test_a_tag_that_is_no_name_of_a_folder_is_refused(tmp_path: Path) -> None:
     target = CheckpointFolder(tmp_path)
-    for tag, use in product([*BAD_TAGS, "\ud800"], (target.begin, target.find, target.open)):
+    uses: list[Callable[[str], object]] = [target.begin, target.find, target.open]
+    for tag, use in product([*BAD_TAGS, "\ud800"], uses):
         assert refusal(use, tag) == (
             "tag: expected a folder name of at most 200 bytes, without slashes, without a leading dot, without "
             f"spaces around it, and not 'latest'; found {tag[:100]!r}"

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from tests.engine.test_deferred_model import assert_deferred_is_built
 from tests.kit import training
+from tests.kit.models import recomputing
 from tests.kit.ranks import RankPool
 from tests.kit.training import Outcome
 
@@ -57,18 +57,10 @@ def vit() -> nn.Module:
     )
 
 
-def checkpointed_llama(use_reentrant: bool) -> nn.Module:
-    model: Any = llama()
-    current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
-    enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
-    enable({"use_reentrant": use_reentrant})
-    return model
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     **{model.__name__: model for model in (llama, gpt2, mixtral, bert, t5, vit)},
-    "llama_with_checkpointing": partial(checkpointed_llama, False),
-    "llama_with_reentrant_checkpointing": partial(checkpointed_llama, True),
+    "llama_with_checkpointing": lambda: recomputing(llama(), use_reentrant=False),
+    "llama_with_reentrant_checkpointing": lambda: recomputing(llama(), use_reentrant=True),
 }
 
 

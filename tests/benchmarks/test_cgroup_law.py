@@ -31,7 +31,7 @@ def test_the_law(script: Callable[[str], ModuleType]) -> None:
         law.MemoryGroup(None).close()
     except law.NoCgroup as error:
         pytest.skip(str(error))
-    case = law.drawn(random.Random(2), 2)  # a small one
+    case = law.drawn(random.Random(2), 1)  # a small one
     planned = law.planned_bytes(case, Measured({1: Speeds(1, 1, {})}), timeout=120.0)
     outcome = law.judged(case, planned, law.parse_arguments(["--steps", "2"]))
     assert outcome.holds, outcome

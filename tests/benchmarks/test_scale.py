@@ -33,8 +33,8 @@ def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Pat
     assert large["sent_bytes"] * 7 / 8 == pytest.approx(small["sent_bytes"] * (ranks - 1) / ranks, rel=0.01)
 
 
-def test_a_pipeline_of_256_stages_has_the_bubble_of_the_closed_form() -> None:
-    p, m = 256, 256
+def test_a_pipeline_of_128_stages_has_the_bubble_of_the_closed_form() -> None:
+    p, m = 128, 96
     outcome = FastSimulation(make_schedule("1f1b", p, m)).outcome(Costs.uniform(p))
     assert 1 - sum(outcome.busy) / (p * outcome.makespan) == pytest.approx((p - 1) / (m + p - 1))
-    assert outcome.activation_bytes == tuple(float(p - rank) for rank in range(p))
+    assert outcome.activation_bytes == tuple(float(min(m, p - rank)) for rank in range(p))

@@ -181,10 +181,11 @@ def _plain(
         model.zero_grad()
         return torch.stack(losses).sum()
 
-    return Trainer(step, _wait_for_all, model=model, optimizer=optimizer)
+    return Trainer(step, wait_for_all, model=model, optimizer=optimizer)
 
 
-def _wait_for_all() -> None:
+def wait_for_all() -> None:
+    """Return when every rank is here; one process alone has no group."""
     if dist.is_initialized():
         dist.barrier()
 
@@ -279,6 +280,12 @@ def _choose_accelerator(setup: Setup) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"
 
 
+def deepspeed_config(microbatch: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
+    """Return a config that says nothing while it trains; `more` is added."""
+    config = {"train_micro_batch_size_per_gpu": microbatch, "gradient_accumulation_steps": accumulation}
+    return config | {"steps_per_print": 10**9, "gradient_clipping": 0.0, **more}  # left out, clipping means 1.0
+
+
 def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "none") -> Trainer:
     """Gives DeepSpeed ZeRO, with torch's AdamW as the client optimizer.
 
@@ -288,14 +295,13 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
     deepspeed.init_distributed(dist_backend=setup.join(), verbose=False)
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": setup.microbatch,
-        "gradient_accumulation_steps": setup.accumulation,
-        "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-        "steps_per_print": 10**9,
-        "gradient_clipping": setup.clip,  # left out, it means 1.0
-        "bf16": {"enabled": setup.dtype == "bf16"},
-    }
+    config = deepspeed_config(
+        setup.microbatch,
+        setup.accumulation,
+        zero_optimization={"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
+        gradient_clipping=setup.clip,
+        bf16={"enabled": setup.dtype == "bf16"},
+    )
     if offload != "none":
         place = {"device": offload, "nvme_path": os.environ[OFFLOAD_FOLDER]}
         config["zero_optimization"] = {"stage": stage, "offload_optimizer": place, "offload_param": place}
@@ -315,7 +321,7 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
             losses.append(loss.detach())
         return torch.stack(losses).mean()
 
-    return Trainer(step, _wait_for_all, engine=engine)
+    return Trainer(step, wait_for_all, engine=engine)
 
 
 def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dict[str, Any]) -> Trainer:

@@ -319,14 +319,16 @@ def run_job(
 ) -> tuple[list[Any], int]:
     """Run one job of a row; with an `allocator` it is a memory job. Return what its ranks wrote, and the warm-up.
 
-    The job is told the command line, its contender, and `more`. python: else the contender's. Raises JobError as
-    `run_ranks`.
+    The job is told the command line, its contender, and `more`, which replaces what the others say. python: else the
+    contender's. Raises JobError as `run_ranks`.
     """
-    job = job_of(options) | asdict(row.contender) | {"ranks": row.ranks or options.ranks, **more}
+    job = job_of(options) | asdict(row.contender) | {"ranks": row.ranks or options.ranks}
     job |= {"worker": worker, "allocator": allocator, "warmup": 0 if allocator else getattr(options, "warmup", 0)}
     if allocator and hasattr(options, "memory_steps"):
         job["steps"] = options.memory_steps
-    environment, num_processes = environment_of(options.threads, allocator), row.contender.num_processes(job["ranks"])
+    job |= more
+    environment = environment_of(options.threads, allocator, getattr(options, "device", "cpu"))
+    num_processes = row.contender.num_processes(job["ranks"])
     found = run_ranks(job, num_processes, python or python_of(row.contender, options), environment, options.timeout)
     return found, job["warmup"]
 

@@ -25,19 +25,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _contenders import lowtide_config
-from _harness import JobError, Parser, begin, count, environment_of, run_ranks, write_json
+from _harness import ALLOCATORS, JobError, Parser, begin, count, environment_of, run_ranks, write_json
 from _model import GPTSize
 from predicted import Case, estimate_of, train
 
 from lowtide.engine.plan.measured import Measured, default_path
 
 MARGIN = 0.03
-EXACT = {  # glibc returns freed memory at once
-    "MALLOC_MMAP_THRESHOLD_": "65536",
-    "MALLOC_TRIM_THRESHOLD_": "0",
-    "MALLOC_MMAP_MAX_": "1000000",
-    "MALLOC_ARENA_MAX": "1",
-}
+EXACT = ALLOCATORS["exact"] | {"MALLOC_ARENA_MAX": "1"}  # glibc returns freed memory at once
 _TINY = GPTSize(num_layers=2, width=32, num_heads=2, sequence_length=32)
 _PAGE_TABLES = 1 / 512  # of what is mapped: 8 bytes for each page of 4 KiB
 ROOT = Path("/sys/fs/cgroup")

@@ -29,7 +29,7 @@ from typing import Any
 
 import _contenders
 import torch.distributed as dist
-from _contenders import BUILDERS, FSDP2, Setup, Trainer
+from _contenders import BUILDERS, FSDP2, Setup, Trainer, wait_for_all
 from _harness import Column, JobError, JobParser, Result, Row, by_name, compare, count, find, mib, run_job
 from _model import SIZES, build_batches, build_model
 from _worker import PeakSampler
@@ -108,11 +108,6 @@ SAVERS: dict[str, Callable[[Trainer], Saver]] = {
 # -- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
-
-
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Return seconds and extra bytes of every operation, and whether training goes on the same after a load."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -127,13 +122,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     def timed(name: str, work: Callable[[], object], then: Callable[[], object]) -> None:
         """Time `work` and `then`, and count the memory of `work`; each ends when all ranks are through."""
         sampler = PeakSampler(job["allocator"] is not None, _SAMPLE_SECONDS)
-        _barrier()
+        wait_for_all()
         started = time.perf_counter()
         with sampler:
             work()
-            _barrier()
+            wait_for_all()
         then()
-        _barrier()
+        wait_for_all()
         seconds[name].append(time.perf_counter() - started)
         extra_bytes[name] = max(extra_bytes[name], sampler.peak_bytes - sampler.start_bytes)
 

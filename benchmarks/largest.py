@@ -26,11 +26,12 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 import _device
 import _worker
@@ -38,7 +39,6 @@ from _contenders import BUILDERS, CONTENDERS, OFFLOAD_FOLDER, Setup, import_libr
 from _harness import (
     MIB,
     Column,
-    Contender,
     JobError,
     JobParser,
     OverBudget,
@@ -47,13 +47,10 @@ from _harness import (
     begin,
     conclude,
     count,
-    environment_of,
     gathered,
-    job_of,
     mib,
     over,
-    python_of,
-    run_ranks,
+    run_job,
 )
 from _model import SIZES, GPTSize, build_batches, build_model
 from _worker import PeakSampler
@@ -96,7 +93,7 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     ((tokens, targets),) = build_batches(shape, 1, job["ranks"] * job["microbatch"])
     share = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
     batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
-    measures_host = job["measures_memory"] and setup.device == "cpu"
+    measures_host = job["allocator"] is not None and setup.device == "cpu"
     if measures_host:
         import_libraries(job["kind"], setup)
     losses: list[float] = []
@@ -116,24 +113,6 @@ def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
 
 
 # -- a job -----------------------------------------------------------------------------------------------------------
-
-
-def run_budget_job(
-    contender: Contender, work: Mapping[str, Any], python: str, offload_folder: Path, allocator: str | None
-) -> Result:
-    """Run one job; on a CPU it measures memory with an `allocator`, and else time.
-
-    work: what every contender does alike, see `Search._run`. Raises OverBudget when a rank needs more than the budget,
-    and JobError when one fails, the time is over, or the losses are not those of a model that is trained. No process
-    and no file is left behind.
-    """
-    job = {**work, **asdict(contender), "worker": "largest:train", "measures_memory": allocator is not None}
-    with tempfile.TemporaryDirectory(prefix="offload-", dir=offload_folder) as folder:
-        environment = environment_of(job["threads"], allocator, job["device"]) | {OFFLOAD_FOLDER: folder}
-        found = run_ranks(job, contender.num_processes(job["ranks"]), python, environment, job["timeout"])
-    result = gathered(found, job["warmup"])
-    check_losses(result.losses)
-    return result
 
 
 def check_losses(losses: Sequence[float]) -> None:
@@ -282,9 +261,21 @@ class Search:
         return job
 
     def _run(self, row: LargestRow, amount: int, warmup: int, steps: int, allocator: str | None) -> Result:
+        """Run one job; on a CPU it measures memory with an `allocator`, and else time. No file is left behind.
+
+        Raises OverBudget when a rank needs more than the budget, and JobError when one fails, the time is over, or the
+        losses are not those of a model that is trained.
+        """
         o = self.options
-        work = job_of(o, shape=asdict(self.shape(amount)), warmup=warmup, steps=steps, budget_bytes=o.budget_mib * MIB)
-        return run_budget_job(row.contender, work, python_of(row.contender, o), o.offload_folder, allocator)
+        work: dict[str, Any] = {"shape": asdict(self.shape(amount)), "warmup": warmup, "steps": steps}
+        with (
+            tempfile.TemporaryDirectory(prefix="offload-", dir=o.offload_folder) as folder,
+            mock.patch.dict(os.environ, {OFFLOAD_FOLDER: folder}),
+        ):
+            found = run_job("largest:train", o, row, allocator, budget_bytes=o.budget_mib * MIB, **work)
+        result = gathered(*found)
+        check_losses(result.losses)
+        return result
 
     def _say(self, row: LargestRow, line: str) -> None:
         self.console.print(f"{row.contender.label}  {line}", highlight=False)

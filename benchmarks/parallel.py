@@ -28,7 +28,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, Setup, Trainer, build_lowtide, build_single
+from _contenders import ADAMW, Setup, Trainer, build_lowtide, build_single, deepspeed_config, wait_for_all
 from _harness import LOSSES, MIB, Column, Contender, JobParser, Row, by_name, compare, count, find, mib, over, run_steps
 from _worker import PeakSampler, timed_steps
 from gpu import python_path
@@ -197,13 +197,8 @@ def _ulysses(model: nn.Module, size: dict[str, Any]) -> Trainer:
 
 
 def _deepspeed_config(**more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS,
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}},
-        "zero_optimization": {"stage": 0},
-        "steps_per_print": 1 << 30,
-        **more,
-    }
+    optimizer = {"type": "AdamW", "params": {**ADAMW, "torch_adam": True}}
+    return deepspeed_config(ROWS, optimizer=optimizer, zero_optimization={"stage": 0}, **more)
 
 
 def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
@@ -245,8 +240,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     counters: list[int] = []
 
     def count_sent() -> None:
-        if dist.is_initialized():
-            dist.barrier()
+        wait_for_all()
         (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
         counters.append(int(line.split()[9]))  # bytes that went over the loopback device
 

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, lowtide_config
+from _contenders import ADAMW, deepspeed_config, lowtide_config
 from _harness import (
     LOSSES,
     Column,
@@ -240,13 +240,8 @@ def build_deepspeed(model: Model, _: Contender, ranks: int, microbatches: int, r
         loss_fn=loss_of,
         partition_method=f"type:{type(model.blocks[0]).__name__}",
     )
-    config = {
-        "train_micro_batch_size_per_gpu": rows,
-        "gradient_accumulation_steps": microbatches,
-        "steps_per_print": 10**9,
-        "gradient_clipping": 0.0,
-    }
     optimizer = AdamW([param for param in module.parameters() if param.requires_grad], fused=True, **ADAMW)
+    config = deepspeed_config(rows, microbatches)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
 
     def step(tokens: Tensor, targets: Tensor) -> float:

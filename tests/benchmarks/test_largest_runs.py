@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,16 +20,16 @@ def largest(script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch) -> 
     """The script, whose jobs take memory as `MIB_OF_A_LAYER` says and 10 ms a layer."""
     loaded, harness = script("largest"), helper("_harness")
 
-    def run(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
-        if contender.name not in MIB_OF_A_LAYER:
+    def run(worker: str, options: Any, row: Any, allocator: str | None, **work: Any) -> Any:
+        if row.contender.name not in MIB_OF_A_LAYER:
             raise harness.JobError("rank 0 ended with status 1: ValueError: no")
-        peak_bytes = (10 + MIB_OF_A_LAYER[contender.name] * work["shape"]["num_layers"]) * MIB
+        peak_bytes = (10 + MIB_OF_A_LAYER[row.contender.name] * work["shape"]["num_layers"]) * MIB
         if peak_bytes > 2 * work["budget_bytes"]:
             raise harness.OverBudget("rank 0 needs more memory than it may take")
-        measured = peak_bytes if allocator else None
-        return harness.Result([5.0, 4.0], [0.01 * work["shape"]["num_layers"]] * work["steps"], measured)
+        seconds = [0.01 * work["shape"]["num_layers"]] * work["steps"]
+        return [{"losses": [5.0, 4.0], "seconds": seconds, "peak_bytes": peak_bytes if allocator else None}], 0
 
-    monkeypatch.setattr(loaded, "run_budget_job", run)
+    monkeypatch.setattr(loaded, "run_job", run)
     return loaded
 
 
@@ -97,13 +96,13 @@ def test_the_longest_sequence_is_searched_for_each_contender(
     harness = helper("_harness")
     kib_of_a_token = {"lowtide-3": 200, "lowtide-3-long": 20}
 
-    def run_job(contender: Any, work: Any, python: str, folder: Path, allocator: str | None) -> Any:
-        peak_bytes = kib_of_a_token[contender.name] * work["shape"]["sequence_length"] << 10
+    def run_job(worker: str, options: Any, row: Any, allocator: str | None, **work: Any) -> Any:
+        peak_bytes = kib_of_a_token[row.contender.name] * work["shape"]["sequence_length"] << 10
         if peak_bytes > 2 * work["budget_bytes"]:
             raise harness.OverBudget("rank 0 needs more memory than it may take")
-        return harness.Result([5.0, 4.0], [0.01, 0.01], peak_bytes)
+        return [{"losses": [5.0, 4.0], "seconds": [0.01, 0.01], "peak_bytes": peak_bytes}], 0
 
-    monkeypatch.setattr(largest, "run_budget_job", run_job)
+    monkeypatch.setattr(largest, "run_job", run_job)
     given = ["--device", "cpu", "--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]
     said = io.StringIO()
     search = largest.Search(largest.parse_arguments(given), Console(file=said, width=200))

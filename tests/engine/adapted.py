@@ -20,12 +20,9 @@ ROWS = 8  # of a global batch
 
 
 def base(dtype: torch.dtype = torch.float32) -> Any:
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(
-        vocab_size=NUM_TOKENS, num_key_value_heads=2, max_position_embeddings=32, dtype=dtype, **sizes
-    )
-    return transformers.LlamaForCausalLM(config).to(dtype)
+    from tests.kernels.fused_models import llama  # without transformers, a test that asks for it is skipped
+
+    return llama(dtype=dtype).to(dtype)
 
 
 def lora(model: nn.Module | None = None, **options: Any) -> Any:

@@ -438,9 +438,9 @@ def losses_and_state(
 
 
 def losses_and_states() -> list[Any]:
-    """Of deferred models and of modules, of each model at stages 0 and 3."""
-    builds: tuple[Callable[[], nn.Module], ...] = (TiedAndShared, ScaledByItsValues)
-    return [[losses_and_state(stage, way, build) for way in (True, False)] for build in builds for stage in (0, 3)]
+    """Of deferred models and of modules."""
+    builds: tuple[tuple[int, Callable[[], nn.Module]], ...] = (3, TiedAndShared), (0, ScaledByItsValues)
+    return [[losses_and_state(stage, way, build) for way in (True, False)] for stage, build in builds]
 
 
 def test_a_callable_trains_as_the_module_does(ranks: RankPool) -> None:

@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch._dynamo.backends.debugging  # with what a first compilation imports: ranks are forked with it
 import torch._dynamo.guards
 from torch._dynamo.utils import counters
 

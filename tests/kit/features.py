@@ -4,7 +4,7 @@ A law of every training is asked of `feature_sets()`; a new feature is a row of 
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -91,7 +91,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 FEATURES = NUMBERS | PLACES
 OF_FOUR_RANKS = {"hybrid sharding", "hpZ", "pipeline", "split layers"}
-MOST = 12  # features of a set: enough for few sets, and each is also absent beside each other
+MOST = 14  # features of a set: enough for few sets, and each is also absent beside each other
 _OF_WHOLE_PARAMETERS = "lamb", "muon", "adafactor"
 _OF_A_STEP = *_OF_WHOLE_PARAMETERS, "power sgd", "pipeline"  # they need all gradients at once
 _WITHOUT_MASTERS = "bf16 without masters", "bf16 with remainders", "bf16 with corrections"
@@ -144,24 +144,26 @@ def feature_sets(*without: str) -> list[tuple[str, ...]]:
     """Sets of features that go together; each two that do are in one of them. without: features to leave out."""
     features = [name for name in FEATURES if name not in without]
     apart = {frozenset(pair) for pair in combinations(features, 2) if joined(pair) is None} | REFUSED | _LEFT_OUT
-    missing = [frozenset(pair) for pair in combinations(features, 2) if frozenset(pair) not in apart]
+    pairs = [frozenset(pair) for pair in combinations(features, 2) if frozenset(pair) not in apart]
+    missing = dict.fromkeys(sorted(pairs, key=num_ranks, reverse=True))
     sets = []
     while missing:
-        chosen = set(missing[0])
+        chosen = set(next(iter(missing)))
         while len(chosen) < MOST:
             fitting = [name for name in features if not any(frozenset((name, other)) in apart for other in chosen)]
             best = max(fitting, key=lambda name: _brings(name, chosen, missing))
             if not _brings(best, chosen, missing):
                 break
             chosen.add(best)
-        missing = [pair for pair in missing if not pair <= chosen]
+        missing = dict.fromkeys(pair for pair in missing if not pair <= chosen)
         sets.append(tuple(name for name in features if name in chosen))
     return sets
 
 
-def _brings(name: str, chosen: set[str], missing: list[frozenset[str]]) -> int:
-    """The number of missing pairs that `name` forms with the chosen."""
-    return 0 if name in chosen else sum(frozenset((name, other)) in missing for other in chosen)
+def _brings(name: str, chosen: set[str], missing: Container[frozenset[str]]) -> int:
+    """The missing pairs that `name` forms with the chosen. Those for four ranks weigh more: such sets are to be few."""
+    pairs = [frozenset((name, other)) for other in chosen if name not in chosen]
+    return sum(num_ranks(pair) ** 2 for pair in pairs if pair in missing)
 
 
 class TwoBlocks(TinyGPT):
@@ -210,18 +212,13 @@ def case_of(names: Iterable[str], stage: int | None = None) -> Case:
 
 
 def without_places(names: Iterable[str]) -> Case:
-    """The same numbers with all in memory, at the first stage that sums gradients in the same order."""
+    """The same numbers with all in memory, at another stage if another sums gradients in the same order."""
     rounds = {"torch's group"} if num_ranks(names) > 2 else set()  # it sums more than two in an order of its own
     if {"gradients in bf16", "messages in bf16"} & {*names}:
         rounds |= {"layer by layer", "torch's group"}
     numbers = [name for name in names if name in NUMBERS.keys() | rounds]
-    return case_of(numbers, _alike(names, case_of(names).stage)[0])
-
-
-def elsewhere(names: Iterable[str]) -> Case:
-    """As `without_places`, at another stage if there is another that sums gradients in this order."""
-    plain = without_places(names)
-    return plain.at((_alike(names, plain.stage) * 2)[1])
+    own = case_of(names).stage
+    return case_of(numbers, next((stage for stage in _alike(names, own) if stage != own), own))
 
 
 def _alike(names: Iterable[str], stage: int) -> list[int]:

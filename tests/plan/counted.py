@@ -234,7 +234,7 @@ def measured(case: Case) -> Numbers:
         with ExitStack() as stack:
             stack.enter_context(patch.object(SocketTransport, "_send", count))
             stack.enter_context(patch.object(P2P, "send", count_on))
-            if is_watched(case):
+            if case.has_peak and is_watched(case):
                 stack.enter_context(live)
             engine.train_step(batch)
         sent = {axis: exchange.bytes_sent - before[axis] for axis, exchange in exchanges.items()}

@@ -56,7 +56,7 @@ def search_all(
     return Result(tuple(fitting[:count]), tuple(front), tuple(beyond[:num_beyond]), len(items), len(items))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_search_equals_looking_at_everything(seed: int) -> None:
     """Costs with many ties, and bounds from exact ones to none at all."""
     draw = random.Random(seed)
@@ -113,12 +113,12 @@ def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
 
 
 def test_bounds_are_below_what_is_estimated(planner: Planner) -> None:
-    assert_bounds_are_below(planner, choices(planner), 30)
-    assert_bounds_are_below(planner, [one for one in choices(planner) if one.sequence > 1], 10)
+    assert_bounds_are_below(planner, choices(planner), 12)
+    assert_bounds_are_below(planner, [one for one in choices(planner) if one.sequence > 1], 6)
     of_experts = expert_planner()
     every = choices(of_experts, num_samples=8)
     assert {one.expert for one in every} == {1, 2, 4}
-    assert_bounds_are_below(of_experts, [one for one in every if one.expert > 1], 15)
+    assert_bounds_are_below(of_experts, [one for one in every if one.expert > 1], 6)
 
 
 def test_bounds_of_what_lies_in_files_are_below_too() -> None:
@@ -126,14 +126,14 @@ def test_bounds_of_what_lies_in_files_are_below_too() -> None:
     zero = {"offload_optimizer": folder, "offload_param": folder}
     made = planner_with(zero_optimization=zero, activation_checkpointing={"offload": folder})
     every = choices(made, "offload_optimizer", "offload_param", "offload_activations")
-    assert_bounds_are_below(made, [one for one in every if "nvme" in vars(one).values()], 30)
+    assert_bounds_are_below(made, [one for one in every if "nvme" in vars(one).values()], 12)
 
 
 def test_parts_of_tokens_over_stages_are_whole_between_them() -> None:
     made = planner_with(num_hosts=1, parallel={"tensor_sequence": True})
     every = choices(made)
     assert {(one.pipeline, one.tensor) for one in every} == {(1, 1), (1, 2), (1, 4), (2, 1), (4, 1), (2, 2)}
-    assert_bounds_are_below(made, [one for one in every if min(one.pipeline, one.tensor) > 1], 10)
+    assert_bounds_are_below(made, [one for one in every if min(one.pipeline, one.tensor) > 1], 6)
     calls = [
         [call.kind for part in made.profile(1, 0, degrees=one).parts.values() for call in part.exchanges]
         for one in (Choice(tensor=2), Choice(tensor=2, pipeline=2, accumulation=2))
@@ -145,7 +145,7 @@ def test_layer_by_layer_bounds_are_below_and_two_passes_are_sent(planner: Planne
     layered = planner_with(zero_optimization={"layered_gradient_accumulation": True})
     every = choices(layered, num_samples=64)
     assert {(one.pipeline, one.sequence) for one in every} == {(1, 1)} and {one.tensor for one in every} == {1, 2, 4}
-    assert_bounds_are_below(layered, every, 30)
+    assert_bounds_are_below(layered, every, 12)
     found, plain = (made.estimate(Choice(stage=3, rows=1, accumulation=8)) for made in (layered, planner))
     # What the first and the last block share is gathered for each.
     assert 1 / 8 <= sum(found.sent.values()) / sum(plain.sent.values()) < 1.1 / 8
@@ -157,7 +157,7 @@ def test_bounds_know_what_the_host_holds() -> None:
     small = planner_with(24e6)
     away = [one for one in choices(small) if "cpu" in (one.offload_optimizer, one.offload_activations)]
     left_out = 0
-    for choice in random.Random(0).sample(away, 20):
+    for choice in random.Random(0).sample(away, 10):
         bound, value = small.bound(choice), small.estimate(choice)
         assert bound.fits or value.missing(small.machine), choice
         left_out += not bound.fits and value.peak_bytes <= small.machine.usable_bytes
@@ -176,7 +176,7 @@ def test_places_that_are_alike_are_planned_as_each_of_them(planner: Planner, sch
 
 
 def test_choices_of_a_model_are_searched_exactly(planner: Planner) -> None:
-    for seed in range(5):
+    for seed in range(2):
         some = random.Random(seed).sample(choices(planner), 40)
         found = search(some, planner.bound, planner.found, count=5)
         every = search_all(some, planner.bound, planner.found, count=5)

@@ -87,7 +87,7 @@ def check_steps(cases: list[tuple[int, int, int, str, float]]) -> None:
 
 def test_a_step_waits_once(pretend_ranks: RankPool) -> None:
     others = [(1, "fp32", 0.1), (3, "bf16", 0.1), (1, "bf16", 0.0), (3, "fp16", 0.0), (1, "fp16", 0.1)]
-    cases = [(stage, n, *other) for (stage, n), other in product(product(range(4), (2, 6)), others)]
+    cases = [(stage, n, *other) for (stage, n), other in product(product(range(4), (2, 5)), others)]
     pretend_ranks(2, collected, check_steps, cases[::9], process_group=False)
 
 
@@ -186,7 +186,7 @@ def check_overlaps(cases: list[tuple[str, int, str, int, float, bool]]) -> None:
         zero = {"stage": stage, "offload_optimizer": {**place, "ratio": ratio, "overlap": overlap, **late}}
         zero |= {"offload_param": place} if params else {}
         config = {"zero_optimization": zero, "gradient_clipping": 10.0, "gradient_accumulation_steps": accumulation}
-        with make_engine(Net(6), {**config, **PRECISIONS[precision]}) as engine:
+        with make_engine(Net(4), {**config, **PRECISIONS[precision]}) as engine:
             for _ in range(3):
                 waits = waits_of(lambda: engine.train_step((torch.randn(2 * accumulation, WIDTH),)))  # noqa: B023
                 assert len(waits) <= 1, "\n".join(map(str, (overlap, stage, precision, accumulation, ratio, *waits)))

@@ -36,16 +36,13 @@ class Case:
 
 
 CASES = {
-    "stage 0, bf16": Case(0, BF16),
     "stage 3, fp32": Case(3, FP32, kinds=ALL),
     "stage 2, fp16": Case(2, {"fp16": {"enabled": True, "initial_scale_power": 4}}, kinds=TRAINING),
-    "parameters alone": Case(3, BF16, kinds=("parameters",)),
     "averages": Case(1, BF16, has_averages=True),
     "no masters": Case(3, {"bf16": {"enabled": True, "masters": "int8"}}),
     "8-bit states": Case(2, {**BF16, "optimizer": {"type": "adamw", "params": {"state_dtype": "int8"}}}),
     "muon": Case(1, {**BF16, "optimizer": {"type": "muon", "params": {"lr": 0.01}}}),
     "torch's own": Case(2, {**BF16, "optimizer": {"type": "rmsprop", "params": {"lr": 0.01}}}),
-    "states on the host": Case(3, BF16, {"offload_optimizer": HOST}),
     "speculative": Case(2, BF16, {"offload_optimizer": {**HOST, "overlap": "speculative"}}),
     "delayed": Case(3, BF16, {"offload_optimizer": {**HOST, "overlap": "delayed", "delay_after_steps": 1}}),
     "parameters on the host": Case(3, BF16, {"offload_param": HOST}),

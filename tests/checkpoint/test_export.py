@@ -97,8 +97,7 @@ def test_memory_is_that_of_a_few_chunks(ranks: RankPool, tmp_path: Path) -> None
 # -- an earlier export ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("first", [SHARDED, 300, SINGLE])
-@pytest.mark.parametrize("second", [SHARDED, 300, SINGLE])
+@pytest.mark.parametrize(("first", "second"), [(SHARDED, 300), (SHARDED, SINGLE), (SINGLE, SHARDED)])
 def test_nothing_of_an_earlier_export_is_left(tmp_path: Path, first: int, second: int) -> None:
     out, clean = tmp_path / "out", tmp_path / "clean"
     export_source(source_of(tensors(1), tmp_path / "old"), out, shard_bytes=first)
@@ -189,36 +188,19 @@ def test_a_source_that_fails_is_not_taken_for_the_target(tmp_path: Path) -> None
 # -- settings -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("parse", "value", "expected"),
-    [
-        *((parse_bytes, size, size) for size in (7, 5 * 10**9)),
-        (parse_bytes, 5e9, 5 * 10**9),
-        (parse_bytes, "5GB", 5 * 10**9),
-        (parse_bytes, "500 mb", 5 * 10**8),
-        (parse_bytes, "1.5KB", 1500),
-        (parse_bytes, "2TB", 2 * 10**12),
-        (parse_dtype, "bf16", torch.bfloat16),
-        (parse_dtype, torch.bfloat16, torch.bfloat16),
-        (parse_dtype, "fp16", torch.float16),
-        (parse_dtype, "fp32", torch.float32),
-        (parse_dtype, None, None),
-    ],
-)
-def test_settings_are_numbers_or_names(parse: Callable[[Any], object], value: object, expected: object) -> None:
-    assert parse(value) == expected
+def test_settings_are_numbers_or_names() -> None:
+    sizes = {7: 7, 5e9: 5 * 10**9, "5GB": 5 * 10**9, "500 mb": 5 * 10**8, "1.5KB": 1500, "2TB": 2 * 10**12}
+    dtypes = {"bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    assert {value: parse_bytes(value) for value in sizes} == sizes
+    assert {value: parse_dtype(value) for value in dtypes} == dtypes and parse_dtype(None) is None
 
 
 SIZE = 'shard_bytes: expected a positive number of bytes, or "500MB", "5GB"; found'
 DTYPE = 'dtype: expected one of "fp32", "bf16", "fp16", "fp64", the same as a torch dtype, or None; found'
 
 
-@pytest.mark.parametrize(
-    ("parse", "value", "text"),
-    [
-        *((parse_bytes, value, SIZE) for value in (0, -1, True, "many", "5GiB", "", "0MB")),
-        *((parse_dtype, value, DTYPE) for value in ("half", torch.int8, torch.float8_e4m3fn, 16)),
-    ],
-)
-def test_other_settings_are_refused(parse: Callable[[Any], object], value: object, text: str) -> None:
-    assert refusal(parse, value) == f"{text} {value!r}"
+def test_other_settings_are_refused() -> None:
+    for size in (0, -1, True, "many", "5GiB", "", "0MB"):
+        assert refusal(parse_bytes, size) == f"{SIZE} {size!r}"
+    for dtype in ("half", torch.int8, torch.float8_e4m3fn, 16):
+        assert refusal(parse_dtype, dtype) == f"{DTYPE} {dtype!r}"

@@ -82,11 +82,11 @@ def test_any_byte_and_any_lost_or_misplaced_sector_that_changes_changes_the_chec
             assert checksum.of(memoryview(changed)) != expected
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 4095, 4096, 4097, 1 << 16])
-def test_the_checksum_does_not_depend_on_the_address(nbytes: int) -> None:
-    checksum, data = Checksum(1 << 16), random.Random(0).randbytes(nbytes)
-    sums = {checksum.of(memoryview(bytearray(skipped) + data)[skipped:]) for skipped in (0, 1, 3, 8)}
-    assert len(sums) == 1
+def test_the_checksum_does_not_depend_on_the_address() -> None:
+    for nbytes in (0, 1, 7, 8, 9, 4095, 4096, 4097, 1 << 16):
+        checksum, data = Checksum(1 << 16), random.Random(0).randbytes(nbytes)
+        sums = {checksum.of(memoryview(bytearray(skipped) + data)[skipped:]) for skipped in (0, 1, 3, 8)}
+        assert len(sums) == 1, nbytes
 
 
 # -- the end of a file ------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import gc
 import platform
 import resource
 import threading
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,20 +18,19 @@ from tests.kit.training import refusal
 MIB = 1 << 20
 
 
-@pytest.mark.parametrize("alignment", [1, 64, 4096, 1 << 16])
-@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 3 * MIB + 5])
-def test_buffers_have_their_exact_size_at_aligned_addresses(alignment: int, nbytes: int) -> None:
-    pool = HostPool(None, alignment)
-    buffers = [pool.take(nbytes) for _ in range(3)]
-    for number, buffer in enumerate(buffers):
-        assert buffer.shape == (nbytes,) and buffer.dtype == torch.uint8 and buffer.is_contiguous()
-        assert buffer.data_ptr() % alignment == 0
-        buffer.fill_(number)
-    assert all((buffer == number).all() for number, buffer in enumerate(buffers))
-    assert pool.bytes_in_use == pool.bytes_held == 3 * -(-nbytes // alignment) * alignment
-    for buffer in buffers:
-        pool.give(buffer)
-    assert pool.bytes_in_use == 0
+def test_buffers_have_their_exact_size_at_aligned_addresses() -> None:
+    for alignment, nbytes in product([1, 64, 4096, 1 << 16], [0, 1, 4095, 4096, 4097, 3 * MIB + 5]):
+        pool = HostPool(None, alignment)
+        buffers = [pool.take(nbytes) for _ in range(3)]
+        for number, buffer in enumerate(buffers):
+            assert buffer.shape == (nbytes,) and buffer.dtype == torch.uint8 and buffer.is_contiguous()
+            assert buffer.data_ptr() % alignment == 0
+            buffer.fill_(number)
+        assert all((buffer == number).all() for number, buffer in enumerate(buffers))
+        assert pool.bytes_in_use == pool.bytes_held == 3 * -(-nbytes // alignment) * alignment
+        for buffer in buffers:
+            pool.give(buffer)
+        assert pool.bytes_in_use == 0
 
 
 def test_a_buffer_is_used_again_for_the_same_size() -> None:

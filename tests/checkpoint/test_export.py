@@ -189,8 +189,16 @@ def test_a_source_that_fails_is_not_taken_for_the_target(tmp_path: Path) -> None
 
 
 def test_settings_are_numbers_or_names() -> None:
-    sizes = {7: 7, 5e9: 5 * 10**9, "5GB": 5 * 10**9, "500 mb": 5 * 10**8, "1.5KB": 1500, "2TB": 2 * 10**12}
-    dtypes = {"bf16": torch.bfloat16, torch.bfloat16: torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    sizes: dict[Any, int] = {
+        7: 7,
+        5e9: 5 * 10**9,
+        "5GB": 5 * 10**9,
+        "500 mb": 5 * 10**8,
+        "1.5KB": 1500,
+        "2TB": 2 * 10**12,
+    }
+    names = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    dtypes: dict[Any, torch.dtype] = {**names, torch.bfloat16: torch.bfloat16}
     assert {value: parse_bytes(value) for value in sizes} == sizes
     assert {value: parse_dtype(value) for value in dtypes} == dtypes and parse_dtype(None) is None
 

@@ -82,7 +82,7 @@ def test_strided_and_trained_tensors_come_back_as_values() -> None:
     assert found.view(torch.int32).tolist() == parameter.detach().view(torch.int32).tolist()
 
 
-ARRAYS = [
+ARRAYS: list[Any] = [
     np.arange(6).reshape(2, 3).T,
     np.zeros((0, 3), np.float32),
     np.array(["a", "bcd"]),

@@ -451,5 +451,5 @@ class CompileConfig(ConfigSection):
         found = [] if self.blocks else self.idle("compile.blocks is false", but=("graphs", "max_graphs"))
         if not self.graphs:
             return found + self.idle("compile.graphs is false", only=("max_graphs",))
-        why = "graphs keep their activations and gradients between steps, which predictions of memory leave out"
+        why = "graphs keep activations and gradients between steps; predictions of memory count a single shape"
         return [*found, f"compile.graphs: {why}"]

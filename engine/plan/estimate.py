@@ -267,11 +267,18 @@ class StepParts:
         slots = activations.profile.slot_bytes
         rests, peak = self.rests, self.rests.after_backward + slots
         most = {"gathered_bytes": 0, "activation_bytes": 0, "buffer_bytes": 0}
+        in_backward = 0
         for beside, gathered, staged, name, phase in self._moments:
             held = activations.at(name, phase)
-            peak = max(peak, rests.bytes + beside + held + slots)
+            in_backward = max(in_backward, beside + held)
             for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
                 most[kind] = max(most[kind], nbytes)
+        peak = max(peak, rests.bytes + in_backward + slots)
+        if self.blueprint.config.compile.graphs and self.machine.device == "cuda":
+            # The pool of the graphs keeps `in_backward` while shards are updated, and a batch is copied for them.
+            inputs = activations.profile.input_bytes
+            peak = max(peak, rests.bytes + in_backward + rests.in_update + inputs + slots)
+            most["buffer_bytes"] += inputs
         loss = min(activations.profile.loss_bytes, most["activation_bytes"])
         most["activation_bytes"] -= loss
         most["buffer_bytes"] += rests.kinds["buffer_bytes"] + slots
@@ -371,6 +378,7 @@ class Resting:
     trained: tuple[GroupPlan, ...]
     kinds: Mapping[str, int]
     bytes: int  # without gradients
+    in_update: int  # of an update alone: old versions, and directions of whole parameters
     after_backward: int
     host_bytes: int
     file_bytes: int
@@ -408,11 +416,12 @@ class Resting:
         }
         rests = reduced.parameters + between.optimizer + buffers
         direction, on_host = footprint.directions()
-        after = rests + sum(copies.values()) + reduced.gradients + direction
+        in_update = sum(copies.values()) + direction
+        after = rests + in_update + reduced.gradients
         host = reduced.host + (0 if in_device_memory else passing) + on_host
         used_up = {group.name: footprint.passing(group) for group in plan.trained}
         trained, file = tuple(plan.trained), reduced.file
-        return cls(footprint, blueprint, trained, kinds, rests, after, host, file, by_group, used_up, copies)
+        return cls(footprint, blueprint, trained, kinds, rests, in_update, after, host, file, by_group, used_up, copies)
 
     def gradients(self, is_first: bool, is_last: bool) -> tuple[int, Mapping[str, int], Mapping[str, int]]:
         """Return gradients of a microbatch: (total at its start, by group before and after its backward).

@@ -123,6 +123,7 @@ class MetaRun:
             cast_bytes=converted,
             sizes=self._splits.sizes,
             slot_bytes=split.slot_bytes,
+            input_bytes=sum(tensor.nbytes for tensor in tensors_of(made)),
         )
 
     def _recomputed(self, module: nn.Module) -> Callable[..., Any]:

@@ -120,6 +120,7 @@ class Profile:
     cast_bytes: int = 0  # of inputs that are cast
     sizes: tuple[tuple[str, int], ...] = ()
     slot_bytes: int = 0  # of the buffers for exchanges, see `MetaTransport`
+    input_bytes: int = 0  # of the batch's tensors on the device
 
     def part(self, name: str) -> ProfilePart:
         """Return a part; a unit that never runs costs nothing."""
@@ -165,7 +166,10 @@ class Profile:
         on_line = {key: _on_line(a, b, times) for key, (a, b) in different.items()}
         parts = {name: on_line[id(a), id(b)] for name, (a, b) in pairs.items()}  # equal blocks share an object
         tokens, cast = self.tokens // self.rows * rows, self.cast_bytes * rows // self.rows
-        return replace(self, rows=rows, tokens=tokens, parts=parts, cast_bytes=cast, slot_bytes=0)
+        given = self.input_bytes * rows // self.rows
+        return replace(
+            self, rows=rows, tokens=tokens, parts=parts, cast_bytes=cast, slot_bytes=0, input_bytes=given
+        )  # fmt: skip
 
     @property
     def flops(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def optimizer_kernel() -> Iterator[list[int]]:
     from lowtide.kernels.triton import optimizer_step as triton_form
 
     tables: dict[int, list[Any]] = {}  # by the address of a table: its rows
-    tensors: dict[int, Tensor] = {}  # by address
+    tensors = WeakValueDictionary[int, Tensor]()  # by address
     launches: list[int] = []
     tensors_of, shard_table = triton_form._tensors, triton_form.shard_table
 

@@ -5,17 +5,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.engine.blueprint.blueprint import Blueprint
+from lowtide.engine.config.config import Config
+from lowtide.engine.plan.for_engine import memory_prediction
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.pretend import device
 from tests.pretend.kernels import optimizer_kernel
 from tests.pretend.test_host_waits import PRECISIONS, collected, make_engine, waits_of
+from tests.pretend.test_memory import Peak, allocated, collected as collected_bytes
 
 # -- the device -------------------------------------------------------------------------------------------------------
 
@@ -294,6 +299,58 @@ def move_states() -> None:
 
 def test_states_may_move_between_replays(pretend_ranks: RankPool) -> None:
     pretend_ranks(1, collected, move_states, process_group=False)
+
+
+MEASURED = [
+    (stage, precision, n, "adamw") for stage, precision in ((0, "fp32"), (1, "bf16"), (3, "fp32")) for n in (1, 2)
+]
+MEASURED.append((0, "fp32", 1, "lamb"))  # its update takes directions beside the pool, and norms in float64
+
+
+def measure_memory(cases: list[tuple[int, str, int, str]]) -> None:
+    """What a pool keeps, and what an update takes beside it, is what the plan says."""
+    found: list[tuple[int, int, int]] = []  # of each capture: bytes before it, the most, bytes after it
+    pretend: Any = torch.get_device_module("pretend")
+
+    class Watched(pretend.graph):  # type: ignore[misc]
+        def __enter__(self) -> None:
+            self._before = allocated()
+            torch.accelerator.reset_peak_memory_stats()
+            super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            found.append((self._before, torch.accelerator.max_memory_allocated(), allocated()))
+
+    for stage, precision, accumulation, optimizer in cases:
+        config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": accumulation}
+        config |= {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": optimizer}, **PRECISIONS[precision]}
+        config["compile"] = {"graphs": True}
+        blueprint = Blueprint.of(Config.load(config).resolve(1), wide(), 1, device="cuda")
+        _, said = memory_prediction(blueprint, wide(), None, 0)(models.token_batch(0, 8))
+        found.clear()
+        peak_of = Peak(collected_bytes())
+        with optimizer_kernel(), patch.object(pretend, "graph", Watched), make_engine(wide(), config) as engine:
+            for step in range(4):
+                with peak_of.without_kernels():
+                    engine.train_step(models.token_batch(step, 8 * accumulation))
+            most, kept, pool = peak_of.read(), 0, 0
+            for start, peak, end in found:
+                pool, kept = max(pool, peak - start + kept), kept + end - start
+        assert most - kept + pool == pytest.approx(said, rel=0.1 if optimizer == "lamb" else 0.03), (
+            stage,
+            precision,
+            accumulation,
+            optimizer,
+        )
+
+
+def wide() -> nn.Module:
+    return models.TinyGPT(width=64, layers=3)
+
+
+def test_a_plan_knows_what_graphs_keep(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, measure_memory, MEASURED, process_group=False)
 
 
 class Reading(models.TinyGPT):

@@ -96,7 +96,7 @@ OPTIMIZERS: list[tuple[str, dict[str, Any], Callable[..., torch.optim.Optimizer]
     ("adadelta", {"weight_decay": 0.1, "rho": 0.8}, partial(torch.optim.Adadelta, weight_decay=0.1, rho=0.8)),
 ]
 MODELS = [
-    Case(models.mlp_float64, models.vector_batch_float64, steps=5),
+    Case(models.mlp_float64, models.vector_batch_float64, steps=6),  # RAdam's sixth step is its first adaptive one
     Case(models.short_gpt_float64, models.token_batch, steps=3, clip=0.3),
 ]
 

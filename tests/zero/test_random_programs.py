@@ -25,7 +25,7 @@ from tests.kit.training import refusal, settings
 
 WIDTH = 4
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
-NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "15"))
+NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "10"))
 Calls = tuple[tuple[str, tuple[int, ...]], ...]  # (how, blocks) one behind the other
 
 

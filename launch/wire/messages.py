@@ -128,8 +128,12 @@ class Job:
     appends_logs: bool = False
 
 
+class Message:
+    """The base of all kinds below."""
+
+
 @dataclass(frozen=True)
-class Welcome:
+class Welcome(Message):
     """The launcher's first message. The answer is Hello.
 
     wants_addresses: whether any host must reach this host.
@@ -139,7 +143,7 @@ class Welcome:
 
 
 @dataclass(frozen=True)
-class Hold:
+class Hold(Message):
     """Hold `port` (None: a free port) for the ranks' store until Start. The answer is Held.
 
     is_local: whether all ranks are on this host.
@@ -150,7 +154,7 @@ class Hold:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Reach(Message):
     """Try which `addresses` can be reached at the held `port` of rank 0's host. The answer is Reached."""
 
     addresses: tuple[str, ...]
@@ -158,14 +162,14 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Check:
+class Check(Message):
     """Check the host. The answer is Checked."""
 
     request: CheckRequest
 
 
 @dataclass(frozen=True)
-class Start:
+class Start(Message):
     """Start the host's ranks. The answer is Started. environment: of each rank. defaults: if unset."""
 
     host: HostPlan
@@ -175,28 +179,28 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Signal:
+class Signal(Message):
     """Send the signal `number` to every running rank. SIGKILL goes to everything that the ranks left too."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Stacks:
+class Stacks(Message):
     """Ask these ranks for the Python stacks of all their threads. The answer is a StackDump for each."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Shown:
+class Shown(Message):
     """This many bytes of Output were shown, so as many more may be sent. See [Note: backpressure] in agent.py."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
-class Beat:
+class Beat(Message):
     """A sign of life. sent: the launcher's clock, which the agent's answer repeats. clock: the agent's, in an answer.
 
     Both are time.monotonic() of the host, in seconds.
@@ -207,14 +211,14 @@ class Beat:
 
 
 @dataclass(frozen=True)
-class Leave:
+class Leave(Message):
     """Kill all that is left, and end with the job's exit status."""
 
     status: int
 
 
 @dataclass(frozen=True)
-class Hello:
+class Hello(Message):
     """The agent's first message.
 
     index: of its host in the job, if it was told; else `names` identify the host. pid: of the agent. addresses: of the
@@ -229,7 +233,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(Message):
     """The held port, or the error."""
 
     port: int
@@ -237,21 +241,21 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Reached:
+class Reached(Message):
     """The addresses of Reach that answered, each with this host's interface towards it ("" if unknown)."""
 
     interfaces: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Checked:
+class Checked(Message):
     """The facts about the host."""
 
     results: tuple[CheckResult, ...]
 
 
 @dataclass(frozen=True)
-class Started:
+class Started(Message):
     """Process ids of the host's ranks, in the order of their local ranks.
 
     error: the reason for the user if the ranks cannot be started; then none is left.
@@ -262,7 +266,7 @@ class Started:
 
 
 @dataclass(frozen=True)
-class Output:
+class Output(Message):
     """Output of a rank: whole lines, or any bytes of the plain rank, in latin-1."""
 
     rank: int
@@ -270,7 +274,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(Message):
     """A rank is gone. status: as Popen.returncode. clock: when, by the agent's time.monotonic().
 
     last_lines: of its output, oldest first; None if it writes to the terminal itself.
@@ -283,21 +287,21 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Stopped:
+class Stopped(Message):
     """The agent received the signal `number`, for example from a resource manager. It is meant for the whole job."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class ProgressReport:
+class ProgressReport(Message):
     """The progress of the host's ranks that report it."""
 
     ranks: tuple[RankProgress, ...]
 
 
 @dataclass(frozen=True)
-class StackDump:
+class StackDump(Message):
     """The Python stacks of a rank, as text."""
 
     rank: int
@@ -305,36 +309,13 @@ class StackDump:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Message):
     """A line for the user: a problem on the host that does not end the job."""
 
     text: str
 
 
-Message = (
-    Welcome
-    | Hold
-    | Reach
-    | Check
-    | Start
-    | Signal
-    | Stacks
-    | Shown
-    | Beat
-    | Leave
-    | Hello
-    | Held
-    | Reached
-    | Checked
-    | Started
-    | Output
-    | Ended
-    | Stopped
-    | ProgressReport
-    | StackDump
-    | Note
-)
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__subclasses__()}
 
 
 def encode(message: Message) -> bytes:

@@ -4,7 +4,16 @@ from collections.abc import Iterator
 
 import pytest
 
+from lowtide.launch.wire.loop import Loop
 from tests.launch.network import Network, require_network
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    """One that waits for a test's sockets."""
+    loop = Loop()
+    yield loop
+    loop.close()
 
 
 @pytest.fixture(scope="session")

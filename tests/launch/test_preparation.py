@@ -3,7 +3,7 @@
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -56,13 +56,6 @@ class ScriptedTransport(AgentTransport):
         """See Transport."""
         for channel in self._channels:
             channel.close()
-
-
-@pytest.fixture
-def loop() -> Iterator[Loop]:
-    loop = Loop()
-    yield loop
-    loop.close()
 
 
 def prepare(loop: Loop, answer: Answer, said: list[str], seconds: float = 5.0, hosts: Sequence[str] = HOSTS) -> None:

@@ -81,6 +81,7 @@ def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[
     assert all(f"  {name}" in text and line in text for name, line in COMMANDS.items())
     assert "example:\n  lowtide launch --nproc 2 examples/train_gpt.py" in text
     assert main([]) == 2 and "commands:" in capsys.readouterr().out
+    assert main(["checkpoint"]) == 2 and "usage: lowtide checkpoint" in capsys.readouterr().out
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"lowtide {version('lowtide')}\n"
 
 

@@ -10,13 +10,12 @@ import pytest
 from lowtide.bin.config import main
 from lowtide.engine.config.config import Config
 from lowtide.engine.config.read import PRESETS
-from lowtide.engine.config.schema import schema_text
 
 Capture = pytest.CaptureFixture[str]
 
 
 def test_the_schema_is_printed(capsys: Capture) -> None:
-    assert main(["schema"]) == 0 and capsys.readouterr().out == schema_text()
+    assert main(["schema"]) == 0 and capsys.readouterr().out == (PRESETS / "schema.json").read_text()
 
 
 def test_check_prints_notes_or_faults(tmp_path: Path, capsys: Capture) -> None:

@@ -280,11 +280,3 @@ def test_what_is_not_there_is_a_usage_error(
     places = {"empty": tmp_path, "folder": healthy}
     status, error = show(*(argument.format(**places) for argument in arguments))
     assert status == 2 and text.format(**places) in error
-
-
-def test_help_has_examples(show: Show, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lowtide_main(["checkpoint"]) == 2
-    out = capsys.readouterr().out
-    assert "usage: lowtide checkpoint" in out and "lowtide checkpoint show runs/gpt --verify" in out
-    status, out = show("--help")
-    assert status == 0 and "lowtide checkpoint show runs/gpt --tag global_step100" in out

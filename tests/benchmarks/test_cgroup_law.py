@@ -2,19 +2,18 @@
 
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from lowtide.engine.plan.measured import Measured, Speeds
+from tests.benchmarks import Helper
 
 
 def test_where_no_cgroup_can_be_made_it_is_said(
-    script: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cgroup = script("cgroup_law")
+    cgroup = helper("cgroup_law")
     monkeypatch.setattr(cgroup, "ROOT", tmp_path / "missing")
     said = re.escape("No such file or directory; it takes root and a writable")
     with pytest.raises(cgroup.NoCgroup, match=f"cannot make .*{said}"):
@@ -25,8 +24,8 @@ def test_where_no_cgroup_can_be_made_it_is_said(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_law(script: Callable[[str], ModuleType]) -> None:
-    law = script("cgroup_law")
+def test_the_law(helper: Helper) -> None:
+    law = helper("cgroup_law")
     try:
         law.MemoryGroup(None).close()
     except law.NoCgroup as error:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-Script = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
 
 # What each script cannot do without.
 NEEDED = {"pipeline": ["--mode", "work"], "largest": ["--device", "cpu", "--budget-mib", "200"]}
@@ -36,16 +36,16 @@ REFUSED = [
 ]
 
 
-def error_of(script: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def error_of(module: ModuleType, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """The last line of what the script says when it refuses its command line."""
     with pytest.raises(SystemExit, match=r"^2$"):
-        script.parse_arguments(arguments)
+        module.parse_arguments(arguments)
     return re.sub(r"'(\w+)'(?=[,)])", r"\1", capsys.readouterr().err.splitlines()[-1])  # Python 3.11 quotes choices
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_counts_are_at_least_one(script: Script, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    loaded = script(name)
+def test_counts_are_at_least_one(helper: Helper, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = helper(name)
     for count in COUNTS[name]:
         said = error_of(loaded, [*NEEDED.get(name, []), f"--{count}", "0"], capsys)
         assert said.endswith(f"error: --{count}: expected at least 1, found 0")
@@ -53,22 +53,22 @@ def test_counts_are_at_least_one(script: Script, name: str, capsys: pytest.Captu
 
 @pytest.mark.parametrize(("name", "arguments", "expected"), REFUSED)
 def test_what_is_impossible_is_said(
-    script: Script, name: str, arguments: str, expected: str, capsys: pytest.CaptureFixture[str]
+    helper: Helper, name: str, arguments: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"error: {expected}" in error_of(script(name), [*NEEDED.get(name, []), *arguments.split()], capsys)
+    assert f"error: {expected}" in error_of(helper(name), [*NEEDED.get(name, []), *arguments.split()], capsys)
 
 
 def test_an_unknown_contender_is_named_beside_those_there_are(
-    script: Script, capsys: pytest.CaptureFixture[str]
+    helper: Helper, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = error_of(script("compare"), ["--contenders", "dpp"], capsys).replace("'", "")
+    said = error_of(helper("compare"), ["--contenders", "dpp"], capsys).replace("'", "")
     assert re.search(r"--contenders: expected some of \S.*lowtide-3.*; found dpp$", said)
 
 
 def test_deepspeed_needs_an_interpreter_that_has_it(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loaded = script("compare")
+    loaded = helper("compare")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     said = error_of(loaded, ["--contenders", "deepspeed-3"], capsys)
     assert "--contenders: " in said and "--deepspeed-python" in said
@@ -77,12 +77,11 @@ def test_deepspeed_needs_an_interpreter_that_has_it(
 
 
 def test_a_system_that_does_not_tell_its_memory_is_refused(
-    script: Script,
-    helper: Callable[[str], ModuleType],
+    helper: Helper,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    compare, largest = script("compare"), script("largest")
+    compare, largest = helper("compare"), helper("largest")
     monkeypatch.setattr(helper("_worker"), "supported", lambda: False)
     needs = "/proc/self/smaps_rollup with Pss_Shmem (Linux 5.0 or newer)"
     said = error_of(compare, [], capsys)
@@ -95,7 +94,7 @@ Devices = Callable[..., None]
 
 
 @pytest.fixture
-def devices(helper: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Devices:
+def devices(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> Devices:
     """`devices(2)`: a machine with so many GPUs of 8 GiB, or of a size that nobody knows."""
 
     def have(number: int, total_bytes: int | None = 8 << 30) -> None:
@@ -107,8 +106,8 @@ def devices(helper: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
     return have
 
 
-def test_the_largest_model_needs_a_budget(script: Script, devices: Devices, capsys: pytest.CaptureFixture[str]) -> None:
-    largest, said = script("largest"), "--budget-mib: must be given on {}: MiB that a rank may take, such as 200"
+def test_the_largest_model_needs_a_budget(helper: Helper, devices: Devices, capsys: pytest.CaptureFixture[str]) -> None:
+    largest, said = helper("largest"), "--budget-mib: must be given on {}: MiB that a rank may take, such as 200"
     devices(1, None)
     assert error_of(largest, [], capsys).endswith(said.format("cuda"))
     devices(3)
@@ -121,23 +120,23 @@ def test_the_largest_model_needs_a_budget(script: Script, devices: Devices, caps
     assert error_of(largest, [], capsys).endswith(said.format("cpu"))
 
 
-def test_names_may_end_in_a_star(script: Script) -> None:
-    options = script("compare").parse_arguments(["--contenders", "lowtide-3-n*", "ddp", "--memory", "none"])
+def test_names_may_end_in_a_star(helper: Helper) -> None:
+    options = helper("compare").parse_arguments(["--contenders", "lowtide-3-n*", "ddp", "--memory", "none"])
     assert [one.name for one in options.contenders] == ["ddp", "lowtide-3-nvme", "lowtide-3-nvme-overlap"]
-    options = script("pipeline").parse_arguments(["--mode", "sleep", "--contenders", "torch-*b*", "zb-v"])
+    options = helper("pipeline").parse_arguments(["--mode", "sleep", "--contenders", "torch-*b*", "zb-v"])
     assert [one.name for one in options.contenders] == ["torch-1f1b", "torch-interleaved-zb", "torch-zb-v", "zb-v"]
 
 
-def test_a_disk_that_is_too_small_is_said(script: Script, tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_said(helper: Helper, tmp_path: Path) -> None:
     said = r"expected 1000000000.0 GB of free space, found [\d.]+; name another place with"
-    with pytest.raises(OSError, match=said), script("checkpoint").scratch_folder(tmp_path, 10**18):
+    with pytest.raises(OSError, match=said), helper("checkpoint").scratch_folder(tmp_path, 10**18):
         pass
 
 
 def test_a_folder_that_offload_cannot_use_is_said(
-    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    offload_io = script("offload_io")
+    offload_io = helper("offload_io")
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setattr("sys.argv", ["offload_io.py", "--folder", str(file)])

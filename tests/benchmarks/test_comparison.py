@@ -7,13 +7,12 @@ import re
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-Helper = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.benchmarks import Helper
 from tests.kit.ranks import RankError, in_a_new_process, slowness
 
-Helper = Callable[[str], ModuleType]
 Run = Callable[..., list[dict[str, Any]]]
 
 

@@ -4,17 +4,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
 from lowtide.engine.config.config import Config
+from tests.benchmarks import Helper
 
-Helper = Callable[[str], ModuleType]
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.sh"
 
 # The tables of each part.
@@ -27,9 +26,17 @@ TABLES = {
 }
 # Of trainings, traces and language models those that differ in the code of their part: what an engine of each config
 # does on the device is shown in tests/pretend.
-TRAINED = ["stage 0", "stage 2", "update in backward", "cpu, overlap delayed", "states and parameters nvme", "compiled"]
+TRAINED = [
+    "stage 0",
+    "stage 2",
+    "update in backward",
+    "cpu, overlap delayed",
+    "states and parameters nvme",
+    "compiled blocks",
+]
 LANGUAGE_MODELS = ["torch-compiled", "fsdp2-compiled", "lowtide-compiled", "lowtide-graphs", "lowtide-7-bytes-fp8"]
-ONLY = ["devices", "tests", "sum_of_squares", "tiny, 1 x", ", stage 3", *LANGUAGE_MODELS, *TRAINED]
+SPLITS = ["gloo, data, stage 3", "expert, stage 3"]
+ONLY = ["devices", "tests", "sum_of_squares", "tiny, 1 x", *LANGUAGE_MODELS, *TRAINED, *SPLITS]
 
 
 def run(arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -111,9 +118,9 @@ def test_a_python_that_cannot_do_it_is_said(python: str, said: str, tmp_path: Pa
 
 
 def test_a_package_that_is_missing_is_said(
-    script: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu = script("gpu")
+    gpu = helper("gpu")
     monkeypatch.setattr(gpu, "NEEDED", ("json", "no_such_package"))
     with pytest.raises(SystemExit, match=r"^2$"):
         gpu.parse_arguments(["--out", str(tmp_path)])

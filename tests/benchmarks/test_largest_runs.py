@@ -1,14 +1,14 @@
 """The largest models: who is tried, timed and compared with what, with jobs that are made up."""
 
 import io
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-Helper = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
+
 MIB = 1 << 20
 
 # MiB of a layer. Beside its layers every model of these tests needs 10 MiB.
@@ -16,9 +16,9 @@ MIB_OF_A_LAYER = {"ddp": 20, "fsdp2": 8, "lowtide-0": 19, "lowtide-3": 10}
 
 
 @pytest.fixture
-def largest(script: Helper, helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def largest(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script, whose jobs take memory as `MIB_OF_A_LAYER` says and 10 ms a layer."""
-    loaded, harness = script("largest"), helper("_harness")
+    loaded, harness = helper("largest"), helper("_harness")
 
     def run(worker: str, options: Any, row: Any, allocator: str | None, **work: Any) -> Any:
         if row.contender.name not in MIB_OF_A_LAYER:

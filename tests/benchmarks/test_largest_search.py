@@ -1,11 +1,8 @@
 """The search finds the largest model that fits, to the resolution asked for, and tries no model twice."""
 
-from collections.abc import Callable
-from types import ModuleType
-
 import pytest
 
-Helper = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
 
 
 def search(

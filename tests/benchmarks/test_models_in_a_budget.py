@@ -1,13 +1,11 @@
 """What a rank of a try does by itself: the model's size and values, the budget, errors of a GPU without memory."""
 
 import dataclasses
-from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
 
-Helper = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
 
 
 @pytest.mark.parametrize(("size", "layers"), [("tiny", 1), ("tiny", 5), ("10M", 2)])

@@ -3,13 +3,12 @@
 import io
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from rich.console import Console
 
-Helper = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
 
 # Two ranks, one microbatch, a second each from 10:   rank 0  F F . . B B
 # six of the twelve cells are empty.                  rank 1  . . F B . .

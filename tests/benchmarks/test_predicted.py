@@ -1,14 +1,14 @@
 """Predicted beside measured: what is concluded from it, and what cannot be asked."""
 
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
+from tests.benchmarks import Helper
 
-def test_tau_counts_pairs_in_the_same_order(script: Callable[[str], ModuleType]) -> None:
-    tau = script("predicted").kendall_tau
+
+def test_tau_counts_pairs_in_the_same_order(helper: Helper) -> None:
+    tau = helper("predicted").kendall_tau
     assert tau([(1.0, 10.0), (2.0, 20.0), (3.0, 30.0)]) == 1.0
     assert tau([(1.0, 30.0), (2.0, 20.0), (3.0, 10.0)]) == -1.0
     assert tau([(1.0, 10.0), (2.0, 30.0), (3.0, 20.0), (4.0, 40.0)]) == pytest.approx(4 / 6)
@@ -17,15 +17,15 @@ def test_tau_counts_pairs_in_the_same_order(script: Callable[[str], ModuleType])
         tau([(1.0, 1.0)])
 
 
-def test_the_median_is_of_how_far_predictions_are_off(script: Callable[[str], ModuleType]) -> None:
-    predicted = script("predicted")
+def test_the_median_is_of_how_far_predictions_are_off(helper: Helper) -> None:
+    predicted = helper("predicted")
     rows = [predicted.Row("a", str(ms), 1, said, ms, {}) for said, ms in ((1.1, 1.0), (1.8, 2.0), (3.0, 4.0))]
     found = predicted.conclusions(rows)
     assert found["median_error"] == pytest.approx(0.1) and found["groups"]["a"]["tau"] == 1.0
 
 
-def test_each_group_has_ten_configs_to_rank(script: Callable[[str], ModuleType]) -> None:
-    predicted = script("predicted")
+def test_each_group_has_ten_configs_to_rank(helper: Helper) -> None:
+    predicted = helper("predicted")
     cases = [case for ranks in (1, 2) for case in predicted.cases(ranks, Path("folder"))]
     names = {(case.group, case.name) for case in cases}
     assert len(names) == len(cases)

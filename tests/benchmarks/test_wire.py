@@ -1,26 +1,23 @@
 """Contenders on a cable between two hosts: a rehearsal at a small size, and what is made of its numbers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from lowtide.engine.config.config import Config
-
-Helper = Callable[[str], ModuleType]
+from tests.benchmarks import Helper
 
 
 def test_fewer_bits_are_fewer_bytes_on_the_cable(
-    script: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With one rank on each host."""
     record, image = tmp_path / "wire.json", tmp_path / "wire.png"
     names = ["plain", "zero++4", "onebit", "power_sgd"]
     options = ["--size", "tiny", "--warmup", "3", "--steps", "1", "--rounds", "1", "--speeds", "1 Gbit/s"]
-    wire = script("wire")
+    wire = helper("wire")
     if why := wire.fault():
         pytest.skip(why)
     monkeypatch.setattr(wire, "RANKS_OF_HOST", 1)
@@ -33,15 +30,15 @@ def test_fewer_bits_are_fewer_bytes_on_the_cable(
     assert all(0 < sent[name] < 0.35 * sent["plain"] for name in names[1:])
 
 
-def test_every_contender_has_a_config_that_loads(script: Helper) -> None:
-    for contender in script("wire").CONTENDERS.values():
+def test_every_contender_has_a_config_that_loads(helper: Helper) -> None:
+    for contender in helper("wire").CONTENDERS.values():
         if contender.kind == "lowtide":
             options = {"zero_optimization": contender.options["zero"], **contender.options["more"]}
             Config.load({"optimizer": {"type": "adamw"}, "bf16": {"enabled": True}, **options}).resolve(4)
 
 
-def test_rates_are_compared_round_by_round(script: Helper) -> None:
-    wire = script("wire")
+def test_rates_are_compared_round_by_round(helper: Helper) -> None:
+    wire = helper("wire")
     records: list[dict[str, Any]] = [
         {"contender": name, "speed": 1e9, "round": number, "seconds": seconds, "bytes": 2e6, "loss": 1.0}
         for number, slow in enumerate((1.0, 10.0, 3.0))  # of the machine
@@ -53,8 +50,8 @@ def test_rates_are_compared_round_by_round(script: Helper) -> None:
     assert milliseconds.cell(rows[1]) == "6000 [dim](2000-20000)[/dim]"
 
 
-def test_a_machine_without_namespaces_is_told_so(script: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire = script("wire")
+def test_a_machine_without_namespaces_is_told_so(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = helper("wire")
     monkeypatch.setattr(wire, "fault", lambda: "network namespaces need root")
     with pytest.raises(SystemExit, match="expected a machine on which two hosts can be made, found none: network"):
         wire.main([])

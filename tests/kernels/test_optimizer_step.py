@@ -193,8 +193,8 @@ def test_stretches_have_options_of_their_own(tier: Backend, state_dtype: torch.d
 
 @pytest.mark.parametrize(("name", "tier", "state_dtype"), pairs(list(CASES), TIERS, STATE_DTYPES), ids=str)
 def test_a_shard_may_be_cut_at_blocks(name: str, tier: Backend, state_dtype: torch.dtype) -> None:
-    whole = trained(tier, name, state_dtype, 3500, 2)
-    assert_same_bits(trained(tier, name, state_dtype, 3500, 2, cuts=(256 * 4, 256 * 8)), whole)
+    whole = trained(tier, name, state_dtype, 1800, 2)
+    assert_same_bits(trained(tier, name, state_dtype, 1800, 2, cuts=(256 * 2, 256 * 5)), whole)
 
 
 @needs_compiler

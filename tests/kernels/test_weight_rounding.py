@@ -22,11 +22,11 @@ FORMS = ["drawn", "with a remainder", "split"]
 
 @functools.cache
 def draws(kind: str, seed: int = 3) -> Tensor:
-    """NUM_DRAWS words of random bits, of successive elements or of successive steps of one."""
+    """NUM_DRAWS words of random bits, of successive elements or of successive steps of four."""
     rounding = Rounding.of(seed, "unit blocks.0 (bfloat16)", 1024)
     if kind == "elements":
         return rounding.noise(NUM_DRAWS, 1, CPU)
-    return torch.cat([rounding.noise(1, step, CPU) for step in range(1, NUM_DRAWS + 1)])
+    return torch.cat([rounding.noise(4, step, CPU) for step in range(1, NUM_DRAWS // 4 + 1)])
 
 
 @pytest.mark.parametrize("kind", ["elements", "steps"])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .host_memory import allocate_host
-from .store import stream_waits
+from .store import copy_on, stream_waits
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class Copy:
 class HostCopies:
     """Starts copies on two streams of a device, a stream for each direction, since a link carries both at once.
 
-    A copy comes after all work queued on the device before it.
+    A copy comes after all work queued before it on the stream of the calling thread. The training and the thread of the
+    updates share the streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,9 +54,7 @@ class HostCopies:
 
     def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> Copy:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with stream:
-            out.copy_(values, non_blocking=True)
-            return Copy(self._device, stream.record_event())
+        return Copy(self._device, copy_on(stream, values, out))
 
 
 class OnHost:

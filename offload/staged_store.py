@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 
 from .host_memory import HostPool
-from .store import Store, Transfer, Underway, check_bytes, check_size, closed_error, stream_waits, unknown_key_error
+from .store import (
+    Store,
+    Transfer,
+    Underway,
+    check_bytes,
+    check_size,
+    closed_error,
+    copy_on,
+    stream_waits,
+    unknown_key_error,
+)
 
 _NUM_THREADS = 4  # a thread only waits for a key; the inner store does the work
 
@@ -147,9 +157,7 @@ class StagedStore:
         if stream is None:
             stream = self._streams[device] = torch.Stream(device)
         stream.wait_event(after)
-        with stream:
-            into.copy_(values, non_blocking=True)
-            return stream.record_event()
+        return copy_on(stream, values, into)
 
 
 def _raise_error(future: Future[None]) -> None:

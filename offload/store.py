@@ -161,11 +161,24 @@ class HostStore:
         stream.wait_stream(torch.accelerator.current_stream(caller.device))
         if running is not None:  # its copy may run on the stream of another device
             stream.wait_event(running)
-        with stream:
-            into.copy_(values, non_blocking=True)
-            event = self._running[key] = stream.record_event()
+        event = self._running[key] = copy_on(stream, values, into)
         # The transfer does not keep the caller's tensor alive: `drop` waits for the copy.
         return Underway(event.query, partial(stream_waits, caller.device, event))
+
+
+def copy_on(stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
+    """Start a copy on a stream of the device. Returns the event that ends it. Any thread may call it.
+
+    `with stream:` would keep the stream before it in the object, and two threads may be there at once.
+    """
+    index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        out.copy_(values, non_blocking=True)
+        return stream.record_event()
+    finally:
+        torch.accelerator.set_stream(before)
+        torch.accelerator.set_device_index(index)
 
 
 def stream_waits(device: torch.device, event: torch.Event) -> None:

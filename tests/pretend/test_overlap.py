@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lowtide.engine.step.step_sums import SummedStep
+from lowtide.offload import HostCopies
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.host_update import HostUpdate
 from lowtide.zero.optimizer import ShardedOptimizer
@@ -20,6 +22,54 @@ from tests.pretend.test_host_waits import PRECISIONS, WIDTH, Net, collected, mak
 NUM = 4
 NAMES = [f"blocks.{index}" for index in range(NUM)]
 PATIENCE = 30.0  # seconds
+
+
+class Told(Tensor):
+    """Calls `before` when a copy into it begins."""
+
+    before: Callable[[], object]
+
+    def copy_(self, *given: Any, **options: Any) -> Tensor:
+        self.before()
+        return super().copy_(*given, **options)
+
+
+def two_threads_copy() -> None:
+    """The second begins within the copy of the first, and ends after it."""
+    device, current = torch.device("pretend", 0), torch.accelerator.current_stream
+    copies, values = HostCopies(device), torch.ones(3, device=device)
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def copied(before: Callable[[], object]) -> list[float]:
+        stream = current(device)
+        out: Any = torch.empty(3, pin_memory=True).as_subclass(Told)
+        out.before = before
+        copies.to_host(values, out).wait()
+        assert current(device) == stream
+        return list(out.tolist())
+
+    def begin() -> None:
+        has_begun.set()
+        may_end.wait(PATIENCE)
+
+    def in_another_thread() -> list[float]:
+        torch.accelerator.set_stream(torch.Stream(device))
+        return copied(begin)
+
+    def begin_both() -> None:
+        second.append(thread.submit(in_another_thread))
+        has_begun.wait(PATIENCE)
+
+    with ThreadPoolExecutor(1) as thread:
+        second: list[Future[list[float]]] = []
+        first = copied(begin_both)
+        may_end.set()
+        assert first == second[0].result() == [1.0] * 3
+
+
+def test_two_threads_copy_at_once(pretend_ranks: RankPool) -> None:
+    """As the training, whose gradients leave, and the thread that updates speculatively."""
+    pretend_ranks(1, two_threads_copy, process_group=False)
 
 
 class Record:

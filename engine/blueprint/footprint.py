@@ -139,6 +139,12 @@ class Footprint:
 
         self._kinds_of, self._of_chunk = kinds_of, of_chunk
         self._gradients: dict[Hashable, int] = {}
+        self._of_first_block: set[int] | None = None  # ids of groups; None: not layered
+        if blueprint.pipeline is not None and blueprint.pipeline.is_layered:
+            first = set(blueprint.pipeline.split.parameters[0])
+            units = [groups for _, groups in self._plan.units]
+            units = [groups for groups in units if any(name in first for one in groups for name, _ in one.params)]
+            self._of_first_block = {id(group) for groups in units for group in groups}
         numels = blueprint.offload_plan.states_plan.resident_numels(
             [one.layout.shard_numel for one in self._plan.updated]
         )
@@ -255,14 +261,10 @@ class Footprint:
         return common + own + (self._local(group) if is_kept else 0)
 
     def _is_last_to_come(self, group: GroupPlan) -> bool:
-        """Return whether its gradients still accumulate at that moment. With layered accumulation only the first
-        block's do.
+        """Return whether its gradients still accumulate at that moment. With layered accumulation only those of units
+        with parameters of the first block do.
         """
-        pipeline = self._blueprint.pipeline
-        if pipeline is None or not pipeline.is_layered:
-            return True
-        first = set(pipeline.split.parameters[0])
-        return any(name in first for name, _ in group.params)
+        return self._of_first_block is None or id(group) in self._of_first_block
 
     def leaves(self, group: GroupPlan) -> bool:
         """Return whether the group's states rest apart, so that its gradients go to the host."""

@@ -234,8 +234,7 @@ def cases_of(size: int, folder: Path) -> dict[str, dict[str, Any]]:
     """
     seen, found = set[str](), dict[str, Any]()
     for names in sorted(feature_sets(*WITHOUT), key=num_ranks):
-        # Of Adafactor's matrices that go layer by layer it says too much between two microbatches.
-        if not {"adafactor", "layer by layer"} <= {*names} and not {*names} <= seen:
+        if not {*names} <= seen:
             seen |= {*names}
             found |= {", ".join(names): case_of(names).as_config()} if num_ranks(names) == size else {}
     return {name: json.loads(json.dumps(config).replace("offloaded", str(folder))) for name, config in found.items()}

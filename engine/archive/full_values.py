@@ -280,7 +280,7 @@ def give_own_storages(
     flat = {group.full.untyped_storage().data_ptr() for group in groups if not group.frees_memory}
     own: dict[tuple[int, int], UntypedStorage] = {}  # by (address, bytes): tied parameters share a storage
     for value in state_dict.values():
-        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter) or not value.numel():
+        if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
             continue
         storage = value.untyped_storage()
         if storage.data_ptr() in flat and value.is_contiguous():

@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.blueprint.optimizer_plan import OptimizerPlan
 from lowtide.engine.config.config import Config
+from lowtide.offload.block_file import BlockFile
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
@@ -350,6 +352,31 @@ def test_a_graph_of_before_a_group_that_was_divided() -> None:
         engine.optimizer.add_param_group({"params": [model.layers[1].weight]})
         assert "modified by an inplace operation" in refusal(engine.backward, loss, kind=RuntimeError)
         engine.train_step(models.vector_batch_float64(0, 2))
+
+
+def without_room(folder: str) -> tuple[str, list[bool]]:
+    """The error where rank 1 has no room for new shards; whether the training goes on as without the call."""
+    config = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": folder}}}
+    states = []
+    for is_added in (True, False):
+        model, *_ = Row("late").made()
+        model.first.requires_grad_(True)
+        with lowtide.initialize(
+            model, CASE.at(3, config=config).as_config(), optimizer=adamw(model.first.parameters())
+        ) as engine:
+            if is_added:
+                group, full = {"params": [model.layers[1].weight]}, lowtide.OffloadError("the disk is full")
+                with mock.patch.object(BlockFile, "reserve", side_effect=full) if engine.rank else nullcontext():
+                    text = refusal(engine.optimizer.add_param_group, group, kind=RuntimeError)
+            engine.train_step(models.vector_batch_float64(0, 2))
+            states.append(engine.state_dict())
+    return text, differences(*states)
+
+
+def test_too_little_room_for_a_group_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
+    first, second = ranks(2, without_room, str(tmp_path))
+    assert second == ("the disk is full", [])
+    assert first == ("engine.optimizer.add_param_group() failed on rank 1: the disk is full", [])
 
 
 def differ(what: str) -> None:

@@ -132,7 +132,9 @@ def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_probe_is_one_operation_of_the_planner(dtype: torch.dtype) -> None:
+def test_each_probe_is_one_operation_of_the_planner(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operations, "_WIDTHS", (32, 96))  # of larger ones each takes longer, and is as many operations
+    monkeypatch.setattr(operations, "_LENGTHS", (32, 128))
     for call in (*operations._products(dtype), *operations._elementwise(dtype, 1 << 10)):
         tracker = Tracker([])
         with torch.no_grad(), tracker:

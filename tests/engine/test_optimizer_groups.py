@@ -354,8 +354,8 @@ def test_a_graph_of_before_a_group_that_was_divided() -> None:
         engine.train_step(models.vector_batch_float64(0, 2))
 
 
-def without_room(folder: str) -> tuple[str, list[bool]]:
-    """The error where rank 1 has no room for new shards; whether the training goes on as without the call."""
+def without_room(folder: str) -> tuple[str, list[str]]:
+    """The error where rank 1 has no room for new shards; what differs then from a training without the call."""
     config = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": folder}}}
     states = []
     for is_added in (True, False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -390,7 +391,7 @@ def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> 
         )
 
     def below_outside(node: Node) -> Iterable[Node | None]:
-        entered.extend(_edges(node).get(engine, ()))
+        entered.extend(chain(*_edges(node).values()))  # past another engine, this one may come again
         return () if _edges(node) else _below(node)
 
     outside = _reached([loss], below_outside)

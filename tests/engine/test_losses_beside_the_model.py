@@ -247,15 +247,21 @@ def test_what_has_the_factor_in_part_is_refused() -> None:
             engine(x).mul_(2)  # past its factor
 
 
-def train_two(is_chain: bool, **config: Any) -> list[Any]:
-    """By a loss that goes through both, or by one that reads weights of both and one that is scaled in parts."""
+def train_two(is_chain: bool, scales: tuple[str, ...] = (), **config: Any) -> list[Any]:
+    """By a loss that goes through both, or by one that reads weights of both and one that is scaled in parts.
+
+    scales: the engines that scale the loss through both.
+    """
     torch.manual_seed(0)
     head = nn.Linear(6, 1)
     with engine_for(Net(), 0, "plain", **config) as one, engine_for(Net(), 0, "plain", **config) as other:
         x, weights = samples(0, 0), [engine.module.get_parameter("head.weight") for engine in (one, other)]
         first = one(x).float()
         if is_chain:
-            head(first + other(first).float()).square().mean().backward()
+            loss = head(first + other(first).float()).square().mean()
+            for name in scales:
+                loss = (one if name == "one" else other).scale(loss)
+            loss.backward()
         else:
             loss = head(first + other(x)).square().mean() + (weights[0] * weights[1] * head.weight).sum()
             loss.backward()
@@ -270,6 +276,9 @@ def test_one_loss_goes_through_two_engines_and_beside_them() -> None:
     for is_chain in (False, True):
         found = train_two(is_chain, gradient_predivide_factor=4.0)
         torch.testing.assert_close(found, train_two(is_chain), rtol=1e-6, atol=1e-7)
+    for scales in (("one",), ("other",), ("one", "other")):
+        found = train_two(True, scales, gradient_predivide_factor=4.0)
+        torch.testing.assert_close(found, train_two(True), rtol=1e-6, atol=1e-7, msg=f"{scales}: {{}}".format)
     half = train_two(True, fp16={"enabled": True, "initial_scale_power": 10})
     torch.testing.assert_close(half, train_two(True), rtol=1e-2, atol=1e-2)
 

@@ -126,7 +126,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def batch_of(model: str, rows: int = ROWS) -> Any:
     generator = torch.Generator().manual_seed(0)
     if "fused" in model:
-        return (torch.randn(rows, 24, 128, generator=generator),)
+        return (torch.randn(rows, 16, 128, generator=generator),)
     if model in ("llama", "expert gpt"):
         ids, labels = (torch.randint(SHAPE.vocabulary, (rows, SHAPE.sequence), generator=generator) for _ in range(2))
         return {"input_ids": ids, "position_ids": torch.arange(SHAPE.sequence).repeat(rows, 1), "shift_labels": labels}

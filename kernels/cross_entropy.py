@@ -18,14 +18,15 @@ step. Instead the row reads nothing out of bounds, and its loss and gradient are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .dispatch import Backend, as_rows, uses_triton
+from .dispatch import Backend, as_rows, direct_apply, once_differentiable, uses_triton
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 
 _BLOCK_BYTES = 4 * 2**20  # logits that the eager reference casts to float32 at a time: bounds memory, fits a cache
@@ -87,7 +88,8 @@ def cross_entropy(
     on_triton = uses_triton(backend, "cross_entropy", logits, labels)
     if not on_triton:
         check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
-    return _CrossEntropy.apply(logits, labels, terms, overwrite_logits, on_triton, return_z_loss)  # type: ignore[no-untyped-call, no-any-return]
+    apply: Callable[..., Any] = _CrossEntropy.apply if is_compiling() else _apply  # the compiler traces torch's form
+    return apply(logits, labels, terms, overwrite_logits, on_triton, return_z_loss)  # type: ignore[no-any-return]
 
 
 def losses_of_rows(
@@ -208,7 +210,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, reduced_z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, _dz: None = None) -> tuple[Tensor | None, ...]:
         if dloss is None:
             return (None,) * 6
@@ -225,3 +227,6 @@ class _CrossEntropy(torch.autograd.Function):
         scale = ctx.terms.scale_of_rows(dloss, divisor)
         gradient_of_rows(rows, rows.shape[1], labels, lse, scale, ctx.terms, ctx.on_triton, dx)
         return dx.view(ctx.shape), None, None, None, None, None
+
+
+_apply = direct_apply(_CrossEntropy)

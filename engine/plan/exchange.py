@@ -21,19 +21,19 @@ LINKS = ("intra", "inter", "pipe")
 
 
 @dataclass(frozen=True)
-class Message:
+class CollectiveCost:
     """A collective: bytes that a rank sends over each link, and seconds."""
 
     intra: int = 0
     inter: int = 0
     seconds: float = 0.0
 
-    def and_then(self, other: Message) -> Message:
+    def and_then(self, other: CollectiveCost) -> CollectiveCost:
         """Return the sum of two messages in sequence."""
-        return Message(self.intra + other.intra, self.inter + other.inter, self.seconds + other.seconds)
+        return CollectiveCost(self.intra + other.intra, self.inter + other.inter, self.seconds + other.seconds)
 
 
-def sent_by_link(messages: Sequence[Message]) -> dict[str, int]:
+def sent_by_link(messages: Sequence[CollectiveCost]) -> dict[str, int]:
     """Return the bytes of messages that stay within a host, and of those that leave it."""
     return {link: sum(getattr(message, link) for message in messages) for link in ("intra", "inter")}
 
@@ -56,7 +56,7 @@ class CollectiveCosts:
     blueprint: Blueprint
     machine: Machine
 
-    def gather(self, group: GroupPlan) -> Message:
+    def gather(self, group: GroupPlan) -> CollectiveCost:
         """Gather full parameters, including the read of an offloaded shard."""
         bits = None if group.sends_differences else group.weight_bits
         nbytes = _message_bytes(group.layout.padded_numel, group.dtype, bits)
@@ -69,20 +69,20 @@ class CollectiveCosts:
         read = machine.moving("file read", group.shard_bytes, read) if home is Placement.FILE else read
         return replace(message, seconds=message.seconds + read)
 
-    def reduce(self, group: GroupPlan) -> Message:
+    def reduce(self, group: GroupPlan) -> CollectiveCost:
         """Reduce a gradient over the ranks that shard the states."""
-        total, numel = Message(), group.layout.padded_numel
+        total, numel = CollectiveCost(), group.layout.padded_numel
         for axes, bits in group.levels:
             total = total.and_then(self._spread("reduce", axes, _message_bytes(numel, group.reduce_dtype, bits)))
             numel //= self.blueprint.parallel_dims.size(axes)
         return total
 
-    def all_reduce(self, group: GroupPlan, rank: int = 0) -> Message:
+    def all_reduce(self, group: GroupPlan, rank: int = 0) -> CollectiveCost:
         """Reduce the shard of a gradient over replicas."""
         (names, bits), numel = group.replicas, group.layout.shard_numel
         size = self.blueprint.parallel_dims.size(names)
         if size == 1:
-            return Message()
+            return CollectiveCost()
         wide, narrow = group.accumulation_dtype.itemsize, group.reduce_dtype.itemsize
         region = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
         summed = region.stop - region.start  # elements that this rank sums and sends to all
@@ -95,25 +95,27 @@ class CollectiveCosts:
         once = self.machine.collective(_message_bytes(numel, group.reduce_dtype, bits), size, self._on_host(names))
         return self._message("reduce", names, sent, 2 * once)
 
-    def refresh(self, group: GroupPlan) -> Message:
+    def refresh(self, group: GroupPlan) -> CollectiveCost:
         """Send updated parameters to the ranks that have copies."""
         numel = group.layout.padded_numel // self.blueprint.parallel_dims.size(group.sharding.parameters)
         nbytes = _message_bytes(numel, group.dtype, group.weight_bits)
         return self._spread("gather", group.sharding.refreshed, nbytes)
 
-    def _spread(self, what: str, names: Sequence[str], nbytes: int) -> Message:
+    def _spread(self, what: str, names: Sequence[str], nbytes: int) -> CollectiveCost:
         size = self.blueprint.parallel_dims.size(names)
         seconds = self.machine.collective(nbytes, size, self._on_host(names))
         return self._message(what, names, nbytes // size * (size - 1), seconds)
 
-    def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> Message:
+    def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> CollectiveCost:
         """Make the message of a "gather" or "reduce". seconds: used unless the machine was measured."""
         size, transport = self.blueprint.parallel_dims.size(names), self.blueprint.transport
         if size == 1:
-            return Message()
+            return CollectiveCost()
         if transport == "shared_memory":
             read = 2 * sent / self.machine.host_memory
-            return Message(seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read))
+            return CollectiveCost(
+                seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read)
+            )
         seconds = self.machine.moving(f"{transport} {what}", sent, seconds)
         return _over_links(sent, size, self._on_host(names), goes_to_each=transport == "sockets", seconds=seconds)
 
@@ -164,7 +166,7 @@ class Calls:
             name: (parallel_dims.size((name,)), self.machine.ranks_on_host(parallel_dims, (name,))) for name in names
         }
 
-    def _message(self, call: CollectiveCall) -> Message:
+    def _message(self, call: CollectiveCall) -> CollectiveCost:
         size, on_host = self._axes.get(call.axis, (1, 1))
         if call.kind == "swap":
             seconds = self.machine.all_to_all(call.nbytes, size, on_host)
@@ -174,20 +176,20 @@ class Calls:
             seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
         name = "gather" if call.kind == "gather" else "reduce"
         if self.transport == "shared_memory":
-            return Message(call.sent, 0, self.machine.moving("shared_memory reduce", call.sent, seconds))
+            return CollectiveCost(call.sent, 0, self.machine.moving("shared_memory reduce", call.sent, seconds))
         seconds = self.machine.moving(f"{self.transport} {name}", call.sent, seconds)
         goes_to_each = self.transport == "sockets" or call.kind == "swap"
         return _over_links(call.sent, size, on_host, goes_to_each, seconds)
 
 
-def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds: float) -> Message:
+def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds: float) -> CollectiveCost:
     """Divide sent bytes between the links of a rank.
 
     goes_to_each: each rank gets a part; otherwise the ranks form a ring that leaves each host once.
     """
     outside = (size - on_host) / (size - 1) if goes_to_each else 1 / on_host
     inter = 0 if on_host >= size else round(sent * outside)
-    return Message(sent - inter, inter, seconds)
+    return CollectiveCost(sent - inter, inter, seconds)
 
 
 def gradient_seconds(

@@ -28,7 +28,7 @@ from .estimate import (
     speed_of_activations,
     update_seconds,
 )
-from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds, sent_by_link
+from .exchange import CollectiveCost, CollectiveCosts, gradient_seconds, host_seconds, sent_by_link
 from .machine import Machine
 from .profile import Profile
 from .stages import Stages
@@ -219,12 +219,12 @@ class LayeredParts:
         return line
 
     @cached_property
-    def _collectives(self) -> list[tuple[Action, list[Message]]]:
+    def _collectives(self) -> list[tuple[Action, list[CollectiveCost]]]:
         """The collectives of a step in order, with the first microbatch of each block between them."""
         found, full = [], set[int]()
         ends = {id(group): first for group, ((first, _), _) in zip(self._plan.trained, self._spans, strict=True)}
         for action in self._actions:
-            groups, messages = self._groups[action.stage], list[Message]()
+            groups, messages = self._groups[action.stage], list[CollectiveCost]()
             if action.op is Op.GATHER:
                 messages = [self._gathers[id(group)] for group in groups if id(group) not in full]
                 full |= {id(group) for group in groups}

@@ -23,7 +23,7 @@ from ..blueprint.footprint import Footprint
 from ..blueprint.pipeline_plan import PipelinePlan
 from ..config.config import Config
 from .estimate import Estimate, MachineWork, Resting, update_seconds
-from .exchange import CollectiveCosts, Message, gradient_seconds, host_seconds, sent_by_link
+from .exchange import CollectiveCost, CollectiveCosts, gradient_seconds, host_seconds, sent_by_link
 from .machine import Machine
 from .profile import Profile
 from .stages import Stages
@@ -230,7 +230,7 @@ class _Place:
         return {**sent, "pipe": messages + self._tied_bytes}
 
 
-def _seconds(messages: Iterable[Message]) -> float:
+def _seconds(messages: Iterable[CollectiveCost]) -> float:
     return sum(message.seconds for message in messages)
 
 

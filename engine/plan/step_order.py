@@ -15,7 +15,7 @@ from ...zero.plan import GroupPlan, Role
 from ...zero.sequence import UnitSequence
 from ...zero.unit import Unit
 from ..blueprint.blueprint import Blueprint
-from .exchange import CollectiveCosts, Message
+from .exchange import CollectiveCost, CollectiveCosts
 from .profile import ComputePhase
 
 
@@ -201,7 +201,7 @@ class StepOrder:
         """Whether each gradient gets a new message, instead of a reused slot."""
         return self.blueprint.transport == "native"
 
-    def _send(self, kind: Literal["gather", "reduce"], message: Message) -> int:
+    def _send(self, kind: Literal["gather", "reduce"], message: CollectiveCost) -> int:
         for link in ("intra", "inter"):
             self.sent[link] += getattr(message, link)
         self._started.append(StepEvent("start", kind=kind, seconds=message.seconds))

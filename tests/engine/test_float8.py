@@ -51,7 +51,7 @@ def test_every_stage_has_the_same_bits_and_losses_near_bf16(ranks: RankPool) -> 
     for other in (recomputed, compiled):
         assert rowwise.differences(other) == []
     different = [plain, tensorwise, rowwise, excluded]
-    assert len({tuple(outcome.losses) for outcome in different}) == len(different)
+    assert len({tuple(outcome.norms) for outcome in different}) == len(different)  # bf16 losses may be equal
     for outcome in different[1:]:
         torch.testing.assert_close(outcome.losses, plain.losses, rtol=1e-2, atol=0.0)
 

@@ -75,6 +75,7 @@ struct Task {
 
 struct Queue {
   std::deque<Task> tasks;
+  std::multiset<char*> in_use;  // memory of the tasks that run now, perhaps in another thread
   uint64_t issued = 0, done = 0;
 };
 
@@ -163,15 +164,17 @@ void force(DeviceIndex device, StreamId stream, uint64_t number) {
       if (queue->tasks.empty() || queue->tasks.front().number > number) return;
       task = std::move(queue->tasks.front());
       queue->tasks.pop_front();
+      queue->in_use.insert({task.reads, task.writes});
     }
     struct Done {
       Queue* queue;
-      uint64_t number;
+      const Task& task;
       ~Done() {
         Guard guard(state().lock);
-        queue->done = std::max(queue->done, number);
+        for (auto* base : {task.reads, task.writes}) queue->in_use.erase(queue->in_use.find(base));
+        queue->done = std::max(queue->done, task.number);
       }
-    } done{queue, task.number};
+    } done{queue, task};
     task.run();
     task.run = nullptr;  // what it holds goes before it counts as done
   }
@@ -214,11 +217,13 @@ void give_back(char* base) {
   state().blocks.erase(found);
 }
 
-bool is_awaited(char* base) {  // by a task that was not run
+bool is_awaited(char* base) {  // by a task that has not ended
   Guard guard(state().lock);
-  for (auto& [_, queue] : state().queues)
+  for (auto& [_, queue] : state().queues) {
+    if (queue.in_use.count(base)) return true;
     for (auto& task : queue.tasks)
       if (task.reads == base || task.writes == base) return true;
+  }
   return false;
 }
 

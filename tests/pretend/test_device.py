@@ -134,6 +134,31 @@ def test_memory_stays_until_the_streams_that_use_it_were_told(pretend_ranks: Ran
         pretend_ranks(1, free_before_a_copy, False, process_group=False)
 
 
+def free_during_a_copy() -> int:
+    """How many of the copied values are wrong, where another thread runs the copy."""
+    values = torch.ones(1 << 25, dtype=torch.uint8, device="pretend")
+    pinned, side, begun = (
+        torch.zeros(1 << 25, dtype=torch.uint8, pin_memory=True),
+        torch.Stream("pretend"),
+        threading.Event(),
+    )
+    side.wait_stream(torch.accelerator.current_stream())
+    with side:
+        issue(begun.set)
+        pinned.copy_(values, non_blocking=True)
+    torch.accelerator.current_stream().wait_stream(side)
+    waiter = threading.Thread(target=side.synchronize)
+    waiter.start()
+    begun.wait()
+    del values
+    waiter.join()
+    return int((pinned != 1).sum())
+
+
+def test_memory_stays_until_a_copy_in_another_thread_has_ended(pretend_ranks: RankPool) -> None:
+    assert pretend_ranks(1, free_during_a_copy, process_group=False) == [0]
+
+
 def touch(freed: bool) -> tuple[int, str]:
     """How a process ends that does it, and what it has said."""
     values = torch.zeros(3, device="pretend")

@@ -21,6 +21,7 @@ from lowtide.kernels import optimizer_step
 from lowtide.kernels.dispatch import uses_triton
 from lowtide.kernels.optimizer_states import StoredState, step_seed
 from lowtide.kernels.optimizer_step import ShardUpdate, cpu_kernel
+from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
 
 TILE_NUMEL = 1024
@@ -34,7 +35,7 @@ def operator() -> Any:
     changed = (f"Tensor({name}!)? {name}" for name in FIELDS if name not in ("w", "g"))
     library.define(
         f"update(Tensor(w!) w, Tensor g, {', '.join(changed)}, Tensor words, Tensor c, Tensor? factor, Tensor? skip, "
-        "Tensor? ends, Tensor? choices, int first, float scale, str rule) -> ()"
+        "Tensor? ends, Tensor? choices, int first, int number, bool is_drawn, float scale, str rule) -> ()"
     )
     library.impl("update", update, "CPU")
     operator.library = library  # type: ignore[attr-defined]  # else it is undefined again
@@ -42,11 +43,11 @@ def operator() -> Any:
 
 
 def update(
-    w: Tensor, g: Tensor, s: Tensor | None, v: Tensor | None, s_scale: None, v_scale: None, out: Tensor | None,
-    rest: None, words: Tensor, c: Tensor, factor: Tensor | None, skip: Tensor | None, ends: Tensor | None,
-    choices: Tensor | None, first: int, scale: float, rule: str,
+    w: Tensor, g: Tensor, s: Tensor | None, v: Tensor | None, s_scale: Tensor | None, v_scale: Tensor | None,
+    out: Tensor | None, rest: Tensor | None, words: Tensor, c: Tensor, factor: Tensor | None, skip: Tensor | None,
+    ends: Tensor | None, choices: Tensor | None, first: int, number: int, is_drawn: bool, scale: float, rule: str,
 ) -> None:  # fmt: skip
-    """first: number of the shard's first program."""
+    """first: number of the shard's first program. number: of its first element, for its random bits."""
     if skip is not None and bool(skip.any()):
         return
     rows = [{"row": row} for row in c.view(-1, 8).tolist()]
@@ -61,12 +62,15 @@ def update(
     step = int(words[0]) * pow(0x9E3779B1, -1, 1 << 32) % (1 << 32)
     assert step_seed(step) == int(words[0]) % (1 << 32) and runs[-1][0] == w.numel()
     record = replace(OPTIMIZERS[rule], coefficients=lambda options, step: options["row"])
-    states = [StoredState(one, None) for one in (s, v) if one is not None]
+    states = [StoredState(one, scale) for one, scale in ((s, s_scale), (v, v_scale)) if one is not None]
     kernel = cpu_kernel()
     assert kernel is not None
-    shard = ShardUpdate(w, g, states, runs, [step] * len(runs), out, None, None)
+    rounding = Rounding(0, number % (1 << 64)) if is_drawn else None
+    shard = ShardUpdate(w, g, states, runs, [step] * len(runs), out, rounding, rest)
     assert kernel.serves(record, shard)
-    kernel.update(record, shard, step, scale if factor is None else float(factor))
+    key = tuple(int(word) % (1 << 32) for word in words[1:3])
+    with mock.patch.object(optimizer_step, "step_key", lambda seed, step: key):
+        kernel.update(record, shard, step, scale if factor is None else float(factor))
 
 
 @contextmanager
@@ -91,12 +95,12 @@ def optimizer_kernel() -> Iterator[list[int]]:
 
     def launch(kernel: Any, grid: tuple[int], **given: Any) -> None:
         launches.append(*grid)
-        for first, numel, _, *addresses in tables[given["SHARDS_ptr"].data_ptr()]:
+        for first, numel, number, *addresses in tables[given["SHARDS_ptr"].data_ptr()]:
             parts = [tensors[one] if one else None for one in addresses]
             assert parts[0] is not None and parts[0].numel() == numel
             operator()(
                 *parts, given["WORDS_ptr"], given["C_ptr"], given["FACTOR_ptr"], given["SKIP_ptr"], given["ENDS_ptr"],
-                given["CHOICES_ptr"], first, given["factor"], given["RULE"],
+                given["CHOICES_ptr"], first, number, given["IS_DRAWN"], given["factor"], given["RULE"],
             )  # fmt: skip
 
     with ExitStack() as stack:

@@ -163,7 +163,17 @@ class Case:
 
 
 RECOMPUTED = {"activation_checkpointing": {"every": 1}}
+NARROW = {"type": "adamw", "params": {"lr": 1e-2, "state_dtype": "int8"}}
+WEIGHTS: list[dict[str, Any]] = [  # what the kernel of the update reads and writes beside them
+    {"bf16": {"enabled": True, "masters": False}},
+    {"bf16": {"enabled": True, "masters": "kahan"}, "optimizer": NARROW},
+    {"bf16": {"enabled": True, "masters": "int8"}, "optimizer": NARROW},
+]
 CASES = [
+    *(Case(stage, "bf16", 1, more) for stage, more in zip((1, 2, 3), WEIGHTS, strict=True)),
+    Case(
+        2, "bf16", 1, {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 6, "warmup_num_steps": 3}}}
+    ),
     *(Case(stage, precision, 1 + stage) for stage in range(4) for precision in PRECISIONS),
     *(Case(stage, precision, 2, RECOMPUTED) for stage, precision in ((0, "bf16"), (3, "fp16"))),
     Case(3, "bf16", 1, RECOMPUTED),

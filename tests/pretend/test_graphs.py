@@ -291,6 +291,36 @@ def test_an_update_that_no_graph_has_runs_eagerly(pretend_ranks: RankPool) -> No
         pretend_ranks(1, collected, update_eagerly, text, process_group=False)
 
 
+def train_qwen() -> None:
+    """transformers asks torch.cuda whether it may read masks and positions on the host."""
+    transformers: Any = pytest.importorskip("transformers")
+    pretend: Any = torch.get_device_module("pretend")
+    shape = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=16,
+    )  # fmt: skip
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(shape)
+        with make_engine(model, {"compile": {"graphs": graphs}}) as engine:
+            losses = []
+            for step in range(5):
+                ids = torch.randint(32, (2, 7), generator=torch.Generator().manual_seed(step))
+                inputs = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(7).repeat(2, 1)}
+                padding = (torch.arange(7) < step).long()  # all of it is a token in step 0
+                batch = {**inputs, "attention_mask": torch.stack([1 - padding, torch.ones_like(padding)])}
+                with patch.object(torch.cuda, "is_current_stream_capturing", pretend.is_current_stream_capturing):
+                    losses.append(engine.train_step(batch).loss.item())
+            found.append(losses)
+            assert not graphs or len(engine._runner.graphs) == 1  # type: ignore[attr-defined]
+    assert found[0] == found[1]
+
+
+def test_a_graph_takes_the_masks_of_each_step(pretend_ranks: RankPool) -> None:
+    pretend_ranks(1, collected, train_qwen, process_group=False)
+
+
 def move_states() -> None:
     """A replay must not write to the memory that states have left."""
     found = []

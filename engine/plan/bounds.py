@@ -109,7 +109,7 @@ class ModelBytes:
     states: float  # of the optimizer
     least_slot: int  # largest message of a block, minimum over blocks
     adds_up_apart: bool
-    """Each block accumulates some gradients flat, so a pipeline's backward keeps its gradients: see `PlaceMemory`."""
+    """Each block accumulates some gradients flat, so a pipeline's backward keeps its gradients: see `pipelined`."""
     share_of_blocks: float  # of all parameters, if each block were as small as the smallest
 
     @classmethod

@@ -16,7 +16,7 @@ from ..blueprint.footprint import Footprint, MemoryPhase
 from ..blueprint.offload import Placement
 from ..config.config import Config
 from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds, sent_by_link
-from .host_timeline import HostTimeline, UnitWork
+from .host_timeline import UnitWork, host_timeline
 from .machine import Machine
 from .profile import ComputePhase, Profile, ProfilePart
 from .step_order import END, START, SimulatedTimeline, StepOrder
@@ -260,7 +260,7 @@ class StepParts:
         ]
         has_copies = any(message.seconds for message in self._refreshes)  # on other ranks, updated at once
         by_unit = self.blueprint.policy.frees_parameters and not has_copies
-        return HostTimeline.of(units, self.blueprint.timing is Timing.SPECULATIVE, by_unit).exposed
+        return host_timeline(units, self.blueprint.timing is Timing.SPECULATIVE, by_unit)[1]
 
     def _memory(self, activations: Activations) -> tuple[Mapping[str, int], int]:
         """Return (peak of each kind, peak of the total)."""

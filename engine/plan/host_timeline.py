@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...zero.host_update import MAX_LEAVING
@@ -20,17 +19,16 @@ class UnitWork(NamedTuple):
     returning: float = 0.0  # of its parameters
 
 
-class TimedEvent(NamedTuple):
-    """The end of a part. Seconds count from the begin of the last backward."""
-
-    seconds: float
-    what: str  # backward, leaves, norm, update, returns, forward
-    name: str = ""  # of a unit
+TimedEvent = tuple[float, str, str]
+"""The end of a part: seconds from the begin of the last backward; backward, leaves, norm, update, returns or forward;
+and the unit, "" for the norm."""
 
 
-@dataclass(frozen=True)
-class HostTimeline:
-    """From the last backward of a step to the end of the first forward of the next step.
+def host_timeline(
+    units: Sequence[UnitWork], speculative: bool = False, by_unit: bool = True
+) -> tuple[list[TimedEvent], float]:
+    """Return the events from the last backward of a step to the end of the first forward of the next, and the seconds
+    in which the device waits. units: in the order of the forward.
 
         device   backward n ... backward 0 | norm |         forward 0 | forward 1 | ...
         to host             gradient n ... gradient 0
@@ -41,37 +39,29 @@ class HostTimeline:
     units in the order of the forward, and each unit waits for its own parameters. speculative: it updates them in the
     order of the backward, when the gradient has arrived. by_unit: else the step ends when all parameters are back.
     """
-
-    events: tuple[TimedEvent, ...]
-    exposed: float
-    """Seconds in which the device waits."""
-
-    @classmethod
-    def of(cls, units: Sequence[UnitWork], speculative: bool = False, by_unit: bool = True) -> HostTimeline:
-        """units: in the order of the forward."""
-        events: list[TimedEvent] = []
-        now, link = 0.0, 0.0
-        arrived: dict[str, float] = {}
-        for unit in reversed(units):
-            now += unit.backward
-            events.append(TimedEvent(now, "backward", unit.name))
-            link = arrived[unit.name] = max(link, now) + unit.leaving
-            events.append(TimedEvent(link, "leaves", unit.name))
-            if len(arrived) > MAX_LEAVING:
-                now = max(now, list(arrived.values())[-1 - MAX_LEAVING])
-        norm = now
-        events.append(TimedEvent(norm, "norm"))
-        host, link = 0.0 if speculative else norm, 0.0
-        back: dict[str, float] = {}
-        for unit in reversed(units) if speculative else units:
-            host = max(host, arrived[unit.name]) + unit.update
-            events.append(TimedEvent(host, "update", unit.name))
-            before = link  # the buffer of the unit before is free again
-            link = back[unit.name] = max(link, host) + unit.returning
-            events.append(TimedEvent(link, "returns", unit.name))
-            host = max(host, before)
-        for unit in units:
-            now = max(now, back[unit.name] if by_unit else max(back.values())) + unit.forward
-            events.append(TimedEvent(now, "forward", unit.name))
-        computed = sum(unit.forward + unit.backward for unit in units)
-        return cls(tuple(sorted(events, key=lambda event: event.seconds)), now - computed)
+    events: list[TimedEvent] = []
+    now, link = 0.0, 0.0
+    arrived: dict[str, float] = {}
+    for unit in reversed(units):
+        now += unit.backward
+        events.append((now, "backward", unit.name))
+        link = arrived[unit.name] = max(link, now) + unit.leaving
+        events.append((link, "leaves", unit.name))
+        if len(arrived) > MAX_LEAVING:
+            now = max(now, list(arrived.values())[-1 - MAX_LEAVING])
+    norm = now
+    events.append((norm, "norm", ""))
+    host, link = 0.0 if speculative else norm, 0.0
+    back: dict[str, float] = {}
+    for unit in reversed(units) if speculative else units:
+        host = max(host, arrived[unit.name]) + unit.update
+        events.append((host, "update", unit.name))
+        before = link  # the buffer of the unit before is free again
+        link = back[unit.name] = max(link, host) + unit.returning
+        events.append((link, "returns", unit.name))
+        host = max(host, before)
+    for unit in units:
+        now = max(now, back[unit.name] if by_unit else max(back.values())) + unit.forward
+        events.append((now, "forward", unit.name))
+    computed = sum(unit.forward + unit.backward for unit in units)
+    return sorted(events, key=lambda event: event[0]), now - computed

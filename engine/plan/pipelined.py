@@ -1,7 +1,7 @@
 """Memory and time of a step with a pipeline, by the schedule's simulator with the model's costs.
 
-`ScheduleRun` simulates a schedule. `PlaceMemory` and `_Place` count bytes, messages and waits of the ranks of a place
-in the pipeline. `PipelineParts` makes an estimate of them.
+`ScheduleRun` simulates a schedule. `_Place` counts bytes, messages and waits of the ranks of a place in the pipeline.
+`PipelineParts` makes an estimate of them.
 """
 
 from __future__ import annotations
@@ -99,14 +99,15 @@ class ScheduleRun:
         return self.outcome.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
 
 
-class PlaceMemory:
-    """Memory of the ranks of a place: at rest, and in a schedule."""
+class _Place:
+    """The ranks of a place: memory at rest and in a schedule, collectives, outputs of stages, sums of tied weights."""
 
-    def __init__(self, blueprint: Blueprint, place: int, by_stage: Sequence[Sequence[GroupPlan]]) -> None:
-        """by_stage: the trained groups of each stage of the place."""
-        footprint, plan = Footprint(blueprint, blueprint.first_rank_of(place)), blueprint.places[place]
-        self.rests = Resting.of(blueprint, footprint, place)
-        self._by_stage = by_stage
+    def __init__(self, blueprint: Blueprint, machine: Machine, place: int) -> None:
+        assert blueprint.pipeline is not None
+        plan, footprint = blueprint.places[place], Footprint(blueprint, blueprint.first_rank_of(place))
+        of_stages = _users(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
+        by_stage = [[group for group, first in of_stage if first] for of_stage in of_stages]
+        self.rests, self._by_stage = Resting.of(blueprint, footprint, place), by_stage
         # Without a budget all stages of a rank are gathered at the same time, from first to last use.
         self._gathered = sum(map(footprint.gathered, plan.groups)) if footprint.frees_memory else 0
         is_native = blueprint.transport == "native"
@@ -114,8 +115,41 @@ class PlaceMemory:
         flat = any(group.is_added_up_flat for group in plan.trained)
         self._takes_each = blueprint.policy.reduces_every_backward or flat
         self._adds_in_place = all(footprint.adds_in_place(group) for group in plan.trained)
+        exchange = CollectiveCosts(blueprint, machine)
+        self._blueprint, self._machine, self._num_units = blueprint, machine, len(plan.units)
+        kinds = ((True, False), (False, True), (False, False))  # of microbatches: the first, the last, one between
+        self._adding = [gradient_seconds(blueprint, machine, place, *kind, False) for kind in kinds]
+        gathers = [exchange.gather(group) for group in plan.groups] if footprint.frees_memory else []
+        reduces = [exchange.reduce(group) for group in plan.trained]
+        sums = [*reduces, *(exchange.all_reduce(group, blueprint.first_rank_of(place)) for group in plan.trained)]
+        refreshes = [exchange.refresh(group) for group in plan.updated]
+        self.seconds = {
+            "gather exposed": _seconds(gathers) / len(by_stage),  # of the first stage; the rest overlaps
+            "reduce exposed": _seconds(sums) / len(by_stage),
+            "update": update_seconds(blueprint, machine, place),
+            "refresh exposed": _seconds(refreshes),
+        }
+        again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
+        taken = {group.name: message for group, message in zip(plan.trained, again, strict=False)}
+        messages = [[(group, taken[group.name]) for group, _ in of_stage if taken] for of_stage in of_stages]
+        self.reducing = [_seconds(message for _, message in of_stage) for of_stage in messages]
+        halves = [[message for group, message in of_stage if group.is_added_up_flat] for of_stage in messages]
+        self.shares_of_halves = [  # fraction of `reducing` that follows an I before its W
+            _seconds(of_half) / (whole or 1.0) for of_half, whole in zip(halves, self.reducing, strict=True)
+        ]
+        self._sent_of_halves = list(map(sent_by_link, halves))
+        once = {group.name: message for of_stage in messages for group, message in of_stage}.values()
+        self._sent_by_stages = sent_by_link([message for of_stage in messages for _, message in of_stage])
+        self._sent_once, self._seconds_once = sent_by_link(list(once)), _seconds(once)
+        self._tied_bytes = sum(  # each place with a copy sends its gradient to each other place with a copy
+            (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
+            for group in plan.trained
+            for copies in group.sharding.tied
+            if copies.are_added
+        )
+        self._sending, self._sent = _seconds([*gathers, *sums]), sent_by_link([*gathers, *sums, *refreshes])
 
-    def most(self, stages: Stages, run: ScheduleRun, place: int) -> tuple[Mapping[str, int], int]:
+    def memory(self, stages: Stages, run: ScheduleRun, place: int) -> tuple[Mapping[str, int], int]:
         """Return (peak of each kind, peak of the total)."""
         computed, held = self._computed(stages, run, place)
         loss = stages.profile.loss_bytes if len(stages.parts) - 1 in run.recurrence.stages[place] else 0
@@ -160,49 +194,6 @@ class PlaceMemory:
         """(stages of this place, 3) gradients before the first backward ended, until the last, and after it."""
         sizes = ([self.rests.by_group[group.name] for group in groups] for groups in self._by_stage)
         return np.array([np.sum(of_stage or [(0, 0, 0)], axis=0) for of_stage in sizes])
-
-
-class _Place:
-    """The ranks of a place: collectives of their groups, outputs of stages, sums of tied weights."""
-
-    def __init__(self, blueprint: Blueprint, machine: Machine, place: int) -> None:
-        assert blueprint.pipeline is not None
-        plan, footprint = blueprint.places[place], Footprint(blueprint, blueprint.first_rank_of(place))
-        of_stages = _users(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
-        by_stage = [[group for group, first in of_stage if first] for of_stage in of_stages]
-        self.memory, exchange = PlaceMemory(blueprint, place, by_stage), CollectiveCosts(blueprint, machine)
-        self._blueprint, self._machine, self._num_units = blueprint, machine, len(plan.units)
-        kinds = ((True, False), (False, True), (False, False))  # of microbatches: the first, the last, one between
-        self._adding = [gradient_seconds(blueprint, machine, place, *kind, False) for kind in kinds]
-        gathers = [exchange.gather(group) for group in plan.groups] if footprint.frees_memory else []
-        reduces = [exchange.reduce(group) for group in plan.trained]
-        sums = [*reduces, *(exchange.all_reduce(group, blueprint.first_rank_of(place)) for group in plan.trained)]
-        refreshes = [exchange.refresh(group) for group in plan.updated]
-        self.seconds = {
-            "gather exposed": _seconds(gathers) / len(by_stage),  # of the first stage; the rest overlaps
-            "reduce exposed": _seconds(sums) / len(by_stage),
-            "update": update_seconds(blueprint, machine, place),
-            "refresh exposed": _seconds(refreshes),
-        }
-        again = reduces if blueprint.policy.reduces_every_backward else []  # after each microbatch
-        taken = {group.name: message for group, message in zip(plan.trained, again, strict=False)}
-        messages = [[(group, taken[group.name]) for group, _ in of_stage if taken] for of_stage in of_stages]
-        self.reducing = [_seconds(message for _, message in of_stage) for of_stage in messages]
-        halves = [[message for group, message in of_stage if group.is_added_up_flat] for of_stage in messages]
-        self.shares_of_halves = [  # fraction of `reducing` that follows an I before its W
-            _seconds(of_half) / (whole or 1.0) for of_half, whole in zip(halves, self.reducing, strict=True)
-        ]
-        self._sent_of_halves = list(map(sent_by_link, halves))
-        once = {group.name: message for of_stage in messages for group, message in of_stage}.values()
-        self._sent_by_stages = sent_by_link([message for of_stage in messages for _, message in of_stage])
-        self._sent_once, self._seconds_once = sent_by_link(list(once)), _seconds(once)
-        self._tied_bytes = sum(  # each place with a copy sends its gradient to each other place with a copy
-            (len(copies.places) - 1) * group.layout.shard_numel * group.accumulation_dtype.itemsize
-            for group in plan.trained
-            for copies in group.sharding.tied
-            if copies.are_added
-        )
-        self._sending, self._sent = _seconds([*gathers, *sums]), sent_by_link([*gathers, *sums, *refreshes])
 
     def host_seconds(self, num_microbatches: int) -> float:
         """Return host time of the engine in a step, and time to accumulate gradients."""
@@ -289,8 +280,8 @@ class PipelineParts:
         return Estimate(
             bytes=kinds,
             peak_bytes=peak,
-            host_bytes=max(place.memory.rests.host_bytes for place in self._kinds),
-            nvme_bytes=max(place.memory.rests.file_bytes for place in self._kinds),
+            host_bytes=max(place.rests.host_bytes for place in self._kinds),
+            nvme_bytes=max(place.rests.file_bytes for place in self._kinds),
             sent=max(self.sent(stages, run), key=lambda sent: sum(sent.values())),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
@@ -322,7 +313,7 @@ class PipelineParts:
 
     def memory(self, stages: Stages, run: ScheduleRun) -> list[tuple[Mapping[str, int], int]]:
         """Return (peak of each kind, peak of the total) for each place that differs from the place before it."""
-        return [place.memory.most(stages, run, number) for number, place in self._places]
+        return [place.memory(stages, run, number) for number, place in self._places]
 
 
 def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) -> list[tuple[Mapping[str, int], int]]:

@@ -76,47 +76,42 @@ def search(
     order = sorted(range(len(items)), key=lambda number: (bounds[number].seconds, bounds[number].nbytes, number))
     best: list[Found[Item, Value]] = []
     beyond: list[Found[Item, Value]] = []
-    front = Front[Item, Value]()
+    front: list[Found[Item, Value]] = []  # no other item beats them in both time and memory; the fastest first
     num_evaluated = 0
     for number in order:
         least = bounds[number]
         may_be_beyond = len(beyond) < num_beyond and (not best or least.seconds < best[0].seconds)
         may_be_best = least.fits and (len(best) < count or least.seconds <= best[-1].seconds)
         is_slow = bool(best) and least.seconds > SLOWEST * best[0].seconds
-        may_be_on_front = least.fits and not is_slow and not front.covers(least.seconds, least.nbytes)
+        may_be_on_front = least.fits and not is_slow and not _covers(front, least)
         if not (may_be_best or may_be_on_front or may_be_beyond):
             continue
         found = evaluate(items[number], number)
         num_evaluated += 1
         if found.fits:
             _insert(best, found, count)
-            front.add(found)
+            _add(front, found)
         elif may_be_beyond:
             beyond.append(found)
     beyond = [found for found in beyond if not best or bounds[found.number].seconds < best[0].seconds]
-    members = [found for found in front.members if found.seconds <= SLOWEST * best[0].seconds]
+    members = [found for found in front if found.seconds <= SLOWEST * best[0].seconds]
     return Result(tuple(best), tuple(members), tuple(beyond), len(items), num_evaluated)
 
 
-class Front(Generic[Item, Value]):
-    """The items that no other item beats in both time and memory, the fastest first."""
+def _covers(front: Sequence[Found[Item, Value]], least: Bound) -> bool:
+    """Return whether a member of the front is faster and no larger, or no slower and smaller."""
+    place = bisect.bisect_right(front, least.seconds, key=lambda member: member.seconds)
+    if not place:
+        return False
+    last = front[place - 1]
+    return last.nbytes < least.nbytes or (last.nbytes == least.nbytes and last.seconds < least.seconds)
 
-    def __init__(self) -> None:
-        self.members: list[Found[Item, Value]] = []
 
-    def covers(self, seconds: float, nbytes: float) -> bool:
-        """Return whether a member is faster and no larger, or no slower and smaller."""
-        place = bisect.bisect_right(self.members, seconds, key=lambda member: member.seconds)
-        if not place:
-            return False
-        last = self.members[place - 1]
-        return last.nbytes < nbytes or (last.nbytes == nbytes and last.seconds < seconds)
-
-    def add(self, found: Found[Item, Value]) -> None:
-        place = bisect.bisect_left(self.members, found.order, key=lambda member: member.order)
-        if place and found.nbytes >= self.members[place - 1].nbytes:
-            return
-        self.members[place:] = [found, *(member for member in self.members[place:] if member.nbytes < found.nbytes)]
+def _add(front: list[Found[Item, Value]], found: Found[Item, Value]) -> None:
+    place = bisect.bisect_left(front, found.order, key=lambda member: member.order)
+    if place and found.nbytes >= front[place - 1].nbytes:
+        return
+    front[place:] = [found, *(member for member in front[place:] if member.nbytes < found.nbytes)]
 
 
 def _insert(kept: list[Found[Item, Value]], found: Found[Item, Value], count: int) -> None:

@@ -13,7 +13,7 @@ from lowtide.engine.blueprint.footprint import Footprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.choice import Choice
 from lowtide.engine.plan.estimate import Estimate, MachineWork, estimate, update_seconds
-from lowtide.engine.plan.host_timeline import HostTimeline, UnitWork
+from lowtide.engine.plan.host_timeline import UnitWork, host_timeline
 from lowtide.engine.plan.layered import LayeredParts
 from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
@@ -115,7 +115,7 @@ def share_of_speed(num_tokens: int, update_bytes: int, gradient_bytes: int = 4, 
         each * 2 / link,
     )
     units = [unit._replace(name=str(number)) for number in range(num_units)]
-    return compute / (compute + HostTimeline.of(units, **how).exposed)
+    return compute / (compute + host_timeline(units, **how)[1])
 
 
 def test_the_forward_hides_updates_on_the_host_if_a_step_is_long() -> None:
@@ -127,8 +127,8 @@ def test_the_forward_hides_updates_on_the_host_if_a_step_is_long() -> None:
 @pytest.mark.parametrize("speculative", [False, True])
 def test_the_simulated_update_has_the_order_of_the_device(speculative: bool) -> None:
     names = [f"blocks.{number}" for number in range(4)]
-    timeline = HostTimeline.of([UnitWork(name, 1.0, 2.0, 0.25, 0.5, 0.25) for name in names], speculative)
-    check_order([(event.what, event.name) for event in timeline.events], names, speculative)
+    events, _ = host_timeline([UnitWork(name, 1.0, 2.0, 0.25, 0.5, 0.25) for name in names], speculative)
+    check_order([(what, name) for _, what, name in events], names, speculative)
 
 
 _SMALL: dict[str, Any] = {

@@ -50,10 +50,6 @@ _IN_VERSIONS = ("python_version", "torch_version", "pip_packages", "conda_packag
 _OFFLOAD = "offload to nvme"
 
 
-class MissingError(Exception):
-    """A feature does not work; the text has the reason."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Print the report. Return 1 if `--folder` is not writable, or if measuring failed."""
     options = parser().parse_args(argv)
@@ -134,7 +130,7 @@ def _works(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     shared: int = facts.get("free_shared_memory_bytes") or 0
     has_room, ssh = shared > 0 and os.access("/dev/shm", os.W_OK), shutil.which("ssh")
     no_ssh = "no `ssh` in the path; install OpenSSH's client to start jobs on other hosts"
-    features: dict[str, Callable[[], str]] = {
+    features: dict[str, Callable[[], str]] = {  # each raises ValueError with the reason if the feature does not work
         "cuda": lambda: _cuda(len(report_host().devices)),
         "nccl": _nccl,
         "triton kernels": _triton,
@@ -152,14 +148,14 @@ def _works(facts: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     for name, reason in features.items():
         try:
             found[name] = {"works": True, "why": reason()}
-        except (MissingError, BuildError, ValueError) as error:
+        except (BuildError, ValueError) as error:
             found[name] = {"works": False, "why": str(error)}
     return found
 
 
 def _needs(condition: bool, reason: str, otherwise: str) -> str:
     if not condition:
-        raise MissingError(otherwise)
+        raise ValueError(otherwise)
     return reason
 
 
@@ -168,10 +164,10 @@ def _cuda(num_devices: int) -> str:
         return f"torch finds {torch.cuda.device_count()} devices"
     if torch.version.cuda is None and torch.version.hip is None:
         hint = f", but this host has {num_devices} accelerators; install a GPU build" if num_devices else ""
-        raise MissingError(f"torch {torch.__version__} is built without CUDA{hint}")
+        raise ValueError(f"torch {torch.__version__} is built without CUDA{hint}")
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
-        raise MissingError("CUDA_VISIBLE_DEVICES is empty, which hides all devices")
-    raise MissingError("torch finds no device" + ("; check the version of the driver" if num_devices else ""))
+        raise ValueError("CUDA_VISIBLE_DEVICES is empty, which hides all devices")
+    raise ValueError("torch finds no device" + ("; check the version of the driver" if num_devices else ""))
 
 
 def _nccl() -> str:
@@ -179,7 +175,7 @@ def _nccl() -> str:
     try:
         return "version " + ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     except (AttributeError, RuntimeError) as error:
-        raise MissingError(f"torch is built without NCCL ({error})") from error
+        raise ValueError(f"torch is built without NCCL ({error})") from error
 
 
 def _triton() -> str:

@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
@@ -119,26 +118,20 @@ def _rank_table(simulation: Simulation) -> Table:
     return table
 
 
-class _Candidate(NamedTuple):
-    simulation: Simulation
-    chunks: int
-    total_bytes: float  # of the fullest rank
-
-
 def _compare(arguments: argparse.Namespace, console: Console) -> int:
     candidates, refusals = _candidates(arguments)
     limit = float("inf") if arguments.memory_limit is None else arguments.memory_limit
-    fitting = [candidate for candidate in candidates if candidate.total_bytes <= limit]
+    fitting = [candidate for candidate in candidates if _fullest(candidate) <= limit]
     console.print(_comparison(fitting, [each for each in candidates if each not in fitting], arguments))
     for refusal in refusals:
         console.print(f"not possible: {refusal}", soft_wrap=True, highlight=False)
     if not fitting:
-        least = min((candidate.total_bytes for candidate in candidates), default=0.0)
+        least = min(map(_fullest, candidates), default=0.0)
         raise ScheduleError(f"no schedule fits in {_size(limit)}; the smallest needs {_size(least)}")
     return 0
 
 
-def _candidates(arguments: argparse.Namespace) -> tuple[list[_Candidate], list[str]]:
+def _candidates(arguments: argparse.Namespace) -> tuple[list[Simulation], list[str]]:
     """Simulate every schedule with every number of chunks: the fastest first, ties by memory. Also return refusals."""
     found, refusals = [], []
     for name, chunks in _variants(arguments.chunks):
@@ -147,10 +140,14 @@ def _candidates(arguments: argparse.Namespace) -> tuple[list[_Candidate], list[s
         except ScheduleError as error:
             refusals.append(str(error))
             continue
-        simulation = simulate(schedule, _costs(schedule, arguments))
-        found.append(_Candidate(simulation, chunks, max(peaks.total_bytes for peaks in simulation.peaks)))
-    found.sort(key=lambda candidate: (round(candidate.simulation.makespan, 9), candidate.total_bytes))
+        found.append(simulate(schedule, _costs(schedule, arguments)))
+    found.sort(key=lambda simulation: (round(simulation.makespan, 9), _fullest(simulation)))
     return found, refusals
+
+
+def _fullest(simulation: Simulation) -> float:
+    """Return the bytes of the fullest rank."""
+    return max(peaks.total_bytes for peaks in simulation.peaks)
 
 
 def _variants(chunk_counts: Sequence[int]) -> Iterator[tuple[str, int]]:
@@ -160,7 +157,7 @@ def _variants(chunk_counts: Sequence[int]) -> Iterator[tuple[str, int]]:
             yield from ((kind.name, chunks) for chunks in chunk_counts if chunks > kind.min_chunks)
 
 
-def _comparison(fitting: Sequence[_Candidate], too_big: Sequence[_Candidate], arguments: argparse.Namespace) -> Table:
+def _comparison(fitting: Sequence[Simulation], too_big: Sequence[Simulation], arguments: argparse.Namespace) -> Table:
     limit, has_parameters = arguments.memory_limit, arguments.parameter_bytes > 0
     title = f"{arguments.ranks} ranks, {arguments.microbatches} microbatches, F,I,W = "
     title += ",".join(f"{cost:g}" for cost in arguments.costs)
@@ -169,19 +166,18 @@ def _comparison(fitting: Sequence[_Candidate], too_big: Sequence[_Candidate], ar
     columns = ["", "schedule", "chunks", "step", "bubble", "in flight", "activations"]
     for name in (*columns, *["with parameters"] * has_parameters, *["fits"] * (limit is not None)):
         table.add_column(name, justify="left" if name == "schedule" else "right")
-    for place, candidate in enumerate((*fitting, *too_big), start=1):
-        simulation = candidate.simulation
+    for place, simulation in enumerate((*fitting, *too_big), start=1):
         fits = place <= len(fitting)
         cells = [
             str(place) if fits else "",
             simulation.schedule.name,
-            str(candidate.chunks),
+            str(simulation.schedule.num_stages // simulation.schedule.num_ranks),
             f"{simulation.makespan:.4g}",
             f"{simulation.bubble:.1%}",
             str(max(peaks.in_flight for peaks in simulation.peaks)),
             _size(max(peaks.activation_bytes for peaks in simulation.peaks)),
         ]
-        cells += [_size(candidate.total_bytes)] * has_parameters + ["yes" if fits else "no"] * (limit is not None)
+        cells += [_size(_fullest(simulation))] * has_parameters + ["yes" if fits else "no"] * (limit is not None)
         table.add_row(*cells, style="" if fits else "dim")
     return table
 

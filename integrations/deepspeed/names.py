@@ -62,7 +62,7 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "divided": "Init",
     "pipeline": "PipelineEngine",
     "small": "OnDevice required_torch_version clip_grad_norm_ recursive_getattr recursive_setattr "
-    "SynchronizedWallClockTimer clone_tensors_for_torch_save call_to_str",
+    "clone_tensors_for_torch_save call_to_str",
     "fp32_weights": "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
     "convert_zero_checkpoint_to_fp32_state_dict",
 }

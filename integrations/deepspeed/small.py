@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from .accelerator import get_accelerator
 
 
 class OnDevice:
@@ -75,66 +73,6 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """Return the text of a call."""
     given = [repr(arg) for arg in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
     return f"{base}({', '.join(given)})"
-
-
-class _Timer:
-    def __init__(self, name: str) -> None:
-        self.name_ = name
-        self.started_ = False
-        self._total = 0.0
-        self._count = 0
-
-    def start(self) -> None:
-        get_accelerator().synchronize()
-        self.started_, self._began = True, time.perf_counter()
-
-    def stop(self, reset: bool = False, record: bool = False) -> None:
-        get_accelerator().synchronize()
-        passed = time.perf_counter() - self._began
-        self._total = passed if reset else self._total + passed
-        self._count += 1
-        self.started_ = False
-
-    def reset(self) -> None:
-        self._total, self._count, self.started_ = 0.0, 0, False
-
-    def elapsed(self, reset: bool = True) -> float:
-        """Return the total milliseconds."""
-        found = 1000 * self._total
-        if reset:
-            self.reset()
-        return found
-
-    def mean(self) -> float:
-        return 1000 * self._total / max(1, self._count)
-
-
-class SynchronizedWallClockTimer:
-    """Named timers that synchronize with the device."""
-
-    def __init__(self) -> None:
-        self.timers: dict[str, _Timer] = {}
-
-    def __call__(self, name: str) -> _Timer:
-        return self.timers.setdefault(name, _Timer(name))
-
-    def get_timers(self) -> dict[str, _Timer]:
-        return self.timers
-
-    def log(
-        self,
-        names: Sequence[str],
-        normalizer: float = 1.0,
-        reset: bool = True,
-        memory_breakdown: bool = False,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        from .messages import log_dist
-
-        found = [
-            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
-        ]
-        log_dist("time (ms) | " + " | ".join(found), ranks=ranks or [0])
 
 
 class ThroughputTimer:

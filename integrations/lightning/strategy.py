@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,19 +18,7 @@ from ..engine.model.recording import Recording
 from . import checkpoints
 from .settings import EnginePrecision, Source, for_evaluation, for_training, of_strategy
 
-if TYPE_CHECKING:
-
-    class _OfPackage:
-        """The `DDPStrategy` of a Lightning package."""
-
-        def __init__(self, **options: Any) -> None: ...
-
-        def __getattr__(self, name: str) -> Any: ...
-
-else:
-    _OfPackage = object
-
-
+_OfPackage: Any = object  # the mixin's base class at run time is the `DDPStrategy` of a Lightning package
 _FITTING = "fit"
 _NAME = "_lowtide_holder"
 
@@ -57,7 +45,7 @@ def engine_of(module: nn.Module) -> Engine | None:
     return engine
 
 
-class EngineStrategy(_OfPackage):
+class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of that class
     """Train a LightningModule by lowtide's engine, on ranks launched as for DDP.
 
         setup           configure_optimizers, then lowtide.initialize over the LightningModule
@@ -121,7 +109,7 @@ class EngineStrategy(_OfPackage):
 
     @property
     def checkpoint_io(self) -> Any:
-        return super().checkpoint_io  # type: ignore[misc]  # of the package's class
+        return super().checkpoint_io
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: Any) -> None:
@@ -139,14 +127,14 @@ class EngineStrategy(_OfPackage):
             if self.engine is not None:
                 _make_whole(self.engine)  # before callbacks copy the model
                 self._close()
-        super().connect(model)  # type: ignore[misc]
+        super().connect(model)
 
     # -- ranks that take the same data ----------------------------------------------------------------------------
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """Arguments of samplers: ranks that share layers (parallel.tensor) get the same data."""
-        given: dict[str, Any] = super().distributed_sampler_kwargs  # type: ignore[misc]
+        given: dict[str, Any] = super().distributed_sampler_kwargs
         sharers = self.config.parallel.ranks_of_sample
         if faults := world_faults(self.config.parallel, given["num_replicas"]):
             raise ConfigError(faults)
@@ -157,7 +145,7 @@ class EngineStrategy(_OfPackage):
         is_sum = str(getattr(reduce_op, "name", reduce_op)).lower() == "sum"
         if isinstance(tensor, torch.Tensor) and is_sum and self.global_rank % self.config.parallel.ranks_of_sample:
             tensor.zero_()  # `reduce` works in place, so the sum replaces the 0
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[misc]
+        return super().reduce(tensor, group, reduce_op)
 
     # -- the model becomes an engine ------------------------------------------------------------------------------
 
@@ -324,7 +312,7 @@ class EngineStrategy(_OfPackage):
         engine, self.engine = self.engine, None
         if engine is not None:
             engine.__exit__(type(exception), exception, exception.__traceback__)
-        super().on_exception(exception)  # type: ignore[misc]
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """End the run. The engine stays open for `save_checkpoint` and evaluations, until another model comes."""

@@ -98,6 +98,7 @@ def test_stand_ins_are_imported_and_cannot_be_used() -> None:
         (MoE, r"deepspeed.moe.layer.MoE .*: set parallel.expert in the config"),
         (lambda _: type("Own", (MoE,), {}), r"set parallel.expert"),
         (deepspeed.init_inference, "lowtide trains; serve what"),
+        (deepspeed.utils.timer.SynchronizedWallClockTimer, r"Timer .*: use torch.profiler"),
         (onebit.OnebitAdam, rf"OnebitAdam .*: {old}"),
         (onebit.OnebitLamb, rf"OnebitLamb .*: {old}"),
         (onebit.ZeroOneAdam, rf"ZeroOneAdam .*: {old}"),

@@ -53,7 +53,7 @@ ASKED = {
             "tests/engine/test_any_loop.py",
             "tests/engine/test_deferred_model.py",
         ],
-        ["tests/engine/test_first_values.py", "tests/zero/test_delayed_update.py"],
+        ["tests/engine/test_start.py", "tests/zero/test_delayed_update.py"],
         [
             "tests/plan/test_planned_peak.py",
             "tests/pretend/test_lent_states.py",
@@ -64,10 +64,10 @@ ASKED = {
     "offload": [
         ["tests/offload"],
         ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"],
-        ["tests/parallel/test_expert_plan.py", "tests/pretend/test_parity.py", "tests/pretend/test_host_update.py"],
+        ["tests/parallel/test_split_plan.py", "tests/pretend/test_parity.py", "tests/pretend/test_host_update.py"],
     ],
     "integrations": [["tests/integrations/huggingface/test_parity.py"]],
-    "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load"]],
+    "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load or adapter"]],
 }
 NOT_FOUND, NOTHING_RUN = 4, 5  # what pytest leaves with where there is no test of a name, and where none is left
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".*cache", "__pycache__", "*.egg-info")

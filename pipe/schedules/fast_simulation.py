@@ -3,7 +3,7 @@
 [Note: recurrence] An action ends at max(end of its predecessor on the rank, arrival of its input) + its time. In an
 order in which every action comes after both, this is a single pass over a list. The order does not depend on costs, so
 it is made once. Bytes do not depend on times: a rank holds numbers of activations of each of its stages, and few
-combinations of these numbers occur. The results are those of `simulate` (tests/pipe/test_recurrence.py).
+combinations of these numbers occur. The results are those of `simulate` (tests/pipe/test_simulator.py).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lowtide.bin.main import main
 from lowtide.checkpoint.files import data_name, index_name
 from lowtide.checkpoint.index import RankIndex
 from tests.checkpoint.making import resign, write
-from tests.engine import test_adapter_checkpoints as adapters
+from tests.engine import test_adapters as adapters
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
 from tests.kit.models import token_batch
 from tests.kit.ranks import RankPool

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,15 +16,21 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.comm import Mesh, ParallelDims, World
 from lowtide.comm.shared_memory import SharedMemoryTransport
 from lowtide.comm.shared_segment import Gather, map_together
 from lowtide.comm.sockets import SocketTransport
+from lowtide.engine.blueprint.axes import TENSOR, parallel_dims_of, sharding_of
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of, shared_bytes
 from lowtide.engine.blueprint.optimizer_plan import OptimizerChoice
 from lowtide.engine.config.config import Config
+from lowtide.engine.config.parallel import ParallelConfig
+from lowtide.engine.config.zero import ZeroConfig
 from lowtide.zero.group import ShardedGroup
+from lowtide.zero.policy import ZeroPolicy
 from lowtide.zero.scheduled_units import ScheduledUnits
+from lowtide.zero.sharding_spec import ShardingSpec
 from tests.kit import models
 from tests.kit.features import case_of, feature_sets, num_ranks
 from tests.kit.ranks import RankPool
@@ -306,3 +313,59 @@ def test_many_ranks_cost_no_more_than_few() -> None:
     # Four trained groups at each place, of which a rank has the least that there is: a block of 1024 elements.
     assert first.optimizer == last.optimizer == 4 * 12 * 1024 and first.gradients == last.gradients == 4 * 4 * 1024
     assert first.parameters == 4 * 2 * 1024 and last.parameters == first.parameters + 2 * 1024, "the frozen block"
+
+
+ONE = dict.fromkeys(("pipe", "replica", "secondary", "shard", "expert", "sequence", "tensor"), 1)
+
+
+def axes_of(num_ranks: int, stage: int, degrees: dict[str, int], **zero: Any) -> tuple[ParallelDims, ShardingSpec]:
+    policy = ZeroPolicy.from_stage(stage)
+    config = ZeroConfig.model_validate({"stage": stage, **zero})
+    parallel_dims = parallel_dims_of(ParallelConfig.model_validate(degrees), config, policy, num_ranks)
+    return parallel_dims, sharding_of(policy, parallel_dims)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("zero", [{}, {"shard_size": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [{}, {"tensor": 2}, {"sequence": 2}, {"expert": 2}, {"pipeline": 2, "tensor": 2, "sequence": 2}], ids=str
+)
+def test_the_axes_have_all_ranks(stage: int, zero: dict[str, int], degrees: dict[str, int]) -> None:
+    parallel_dims, sharding = axes_of(16, stage, degrees, **(zero if stage else {}))
+    assert parallel_dims.num_ranks == 16
+    assert parallel_dims.size(parallel_dims.data) == 16 // prod(
+        degrees.get(key, 1) for key in ("pipeline", "tensor", "sequence")
+    )
+    assert parallel_dims.size((*sharding.states, *sharding.replicas)) == parallel_dims.size(sharding.summed)
+    assert set(sharding.summed) == {*parallel_dims.data, *parallel_dims.parts} and TENSOR not in sharding.states
+    assert sharding.states[: len(sharding.parameters)] == sharding.parameters
+
+
+def test_ranks_that_exchange_most_are_next_to_each_other() -> None:
+    parallel_dims, sharding = axes_of(16, 3, {"pipeline": 2, "tensor": 2, "sequence": 2})
+    assert parallel_dims.ranks(5, ("tensor",)) == (4, 5)
+    assert parallel_dims.ranks(5, ("sequence",)) == (5, 7)
+    assert parallel_dims.ranks(5, parallel_dims.data) == (1, 5)
+    assert parallel_dims.ranks(5, sharding.states) == (1, 3, 5, 7), "states are divided over parts of sequences too"
+    assert parallel_dims.ranks(5, ("pipe",)) == (5, 13)
+
+
+def test_experts_lie_on_data_parallel_ranks() -> None:
+    parallel_dims, sharding = axes_of(8, 3, {"expert": 2}, shard_size=4)
+    assert dict(parallel_dims.sizes) == {**ONE, "replica": 2, "shard": 2, "expert": 2}
+    assert parallel_dims.size(sharding.states) == 4 and parallel_dims.size(parallel_dims.data) == 8
+    parallel_dims, sharding = axes_of(8, 0, {"expert": 2})
+    assert dict(parallel_dims.sizes) == {**ONE, "replica": 4, "expert": 2} and not sharding.states
+
+
+def what_a_rank_is() -> tuple[int, int, bool, bool, bool]:
+    parallel_dims, sharding = axes_of(8, 3, {"pipeline": 2, "sequence": 2, "tensor": 2})
+    mesh = Mesh.create(World.join("cpu", 20.0), parallel_dims, "auto", 1 << 20, "pipe", sharding.folds)
+    return mesh.data_rank, mesh.over(sharding.states).size, mesh.is_first, mesh.speaks, mesh.has_whole
+
+
+def test_a_mesh_says_who_tells_of_what(ranks: RankPool) -> None:
+    found = ranks(8, what_a_rank_is)
+    assert {(one[0], one[1], one[4]) for one in found} == {(0, 2, False)}
+    assert [one[2] for one in found] == [True, False, False, False] * 2
+    assert [one[3] for one in found] == [True, False] * 4

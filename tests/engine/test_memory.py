@@ -1,5 +1,7 @@
-"""Bytes of model states: the formula of the ZeRO paper, and what a rank really holds, by written-out arithmetic."""
+"""Bytes of model states: the formula of the ZeRO paper, written-out arithmetic, and the report of a step."""
 
+import re
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, TypeGuard
 
@@ -10,6 +12,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.report.memory import predict, table
 from lowtide.zero.reduced_gradient import ReducedGradient
+from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import settings
 
@@ -167,3 +170,45 @@ def test_a_sum_that_is_whole_here_is_given_back_after_a_step(stage: int) -> None
             held = engine.memory().gradient_bytes
             engine.step()
             assert (held, engine.memory().gradient_bytes) == (4 * EVEN_NUMEL, 0)
+
+
+def test_a_report_without_a_recording_is_of_now() -> None:
+    with lowtide.initialize(models.tiny_gpt(), settings()) as engine:
+        engine.train_step(models.token_batch(0, 2))
+        report = engine.memory_report()
+        assert report.now == vars(engine.memory()) and report.peak_bytes is None
+        assert report.predicted["optimizer_bytes"] == engine.memory().optimizer_bytes
+        assert "no step was recorded: engine.record_memory()" in report.why_not
+        total = {kind: sum(one[kind] for one in report.by_module.values()) for kind in report.now}
+        assert total == report.now
+
+
+def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
+    losses = []
+    batches = [models.token_batch(step, 16) for step in range(2)]  # activations are more than gradients
+    for records in (False, True):
+        torch.manual_seed(0)
+        with lowtide.initialize(models.tiny_gpt(), settings(train_micro_batch_size_per_gpu=16)) as engine:
+            engine.train_step(batches[0])
+            with engine.record_memory() if records else nullcontext():
+                losses.append(float(engine.train_step(batches[1]).loss))
+            report = engine.memory_report()
+    assert losses[0] == losses[1]
+    assert report.owners and any(name.startswith("forward of blocks.0") for name, _ in report.owners)
+    assert re.match(r"(forward|backward)", report.moment)
+    moments = [moment for moment, _ in report.samples]
+    assert moments.index("forward of blocks.0, microbatch 0") < moments.index("backward of blocks.0, microbatch 0")
+
+
+def test_a_recording_without_a_step_is_refused() -> None:
+    with lowtide.initialize(models.tiny_gpt(), settings()) as engine:
+        with (
+            pytest.raises(ValueError, match="expected a step during the recording, found none"),
+            engine.record_memory(),
+        ):
+            pass
+        with engine.record_memory():
+            engine.train_step(models.token_batch(0, 2))
+            with pytest.raises(ValueError, match="expected no recording in progress"), engine.record_memory():
+                pass
+        engine.train_step(models.token_batch(0, 2))

@@ -2,17 +2,316 @@
 
 import functools
 import math
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from tests.engine.models_of_others import FAMILIES, batch_of
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
+
+TOKENS, LENGTH, WIDTH = 23, 5, 8
+Batch = tuple[Tensor, ...]
+
+
+def language_loss(logits: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), batch[0].roll(-1, 1).flatten())
+
+
+def class_loss(logits: Tensor, batch: Batch) -> Tensor:
+    return functional.cross_entropy(logits, torch.arange(len(logits)) % logits.shape[1])
+
+
+def square(output: Tensor, batch: Batch) -> Tensor:
+    return output.square().mean()
+
+
+class Attention(nn.Module):
+    """With a mask that is a buffer, as minGPT's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril())
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.c_attn(x).split(WIDTH, 2)
+        scores = (q @ k.mT).masked_fill(self.get_buffer("mask") == 0, float("-inf"))
+        return self.c_proj(scores.softmax(-1) @ v)
+
+
+class GptBlock(nn.Module):
+    """Its MLP is a ModuleDict, and a function that is an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
+        mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 2 * WIDTH), "c_proj": nn.Linear(2 * WIDTH, WIDTH)})
+        self.mlp, self.run_mlp = mlp, lambda x: mlp["c_proj"](functional.gelu(mlp["c_fc"](x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.run_mlp(self.norm2(x))
+
+
+class Gpt(nn.Module):
+    """A tied head; weights that are drawn in a second pass, and some in a third."""
+
+    def __init__(self, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(TOKENS, WIDTH),
+                "wpe": nn.Embedding(LENGTH, WIDTH),
+                "h": nn.ModuleList(GptBlock() for _ in range(3)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
+        self.get_submodule("transformer.wte").weight = self.head.weight
+        self.checkpointed = checkpointed
+        self.apply(self._draw)
+        for name, param in self.named_parameters():
+            if name.endswith("c_proj.weight"):
+                nn.init.normal_(param, 0, 0.1)
+
+    def _draw(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            module.weight.data.normal_(0, 0.2)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        parts = dict(self.transformer.named_children())
+        x = parts["wte"](tokens) + parts["wpe"](torch.arange(LENGTH))
+        recomputes = self.checkpointed and torch.is_grad_enabled()
+        if recomputes:
+            x.requires_grad_()  # as transformers' enable_input_require_grads
+        for block in parts["h"].children():
+            x = checkpoint(block, x, use_reentrant=True) if recomputes else block(x)
+        return self.head(parts["ln_f"](x))
+
+
+def decayed_by_dimension(model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    matrices, others = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+
+
+class Adapter(nn.Module):
+    """LoRA: a frozen layer, and a product of two narrow ones beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapted_gpt(checkpointed: bool = False) -> nn.Module:
+    model = Gpt(checkpointed).requires_grad_(False)
+    for module in list(model.modules()):
+        if isinstance(module, Attention):
+            module.c_attn = Adapter(module.c_attn)  # type: ignore[assignment]
+    return model
+
+
+class Recurrent(nn.Module):
+    """Flat weights of one module, sequences of several lengths, and the gradients of an embedding that are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, WIDTH, sparse=True)
+        self.lstm = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(WIDTH, WIDTH // 2, bidirectional=True, batch_first=True)
+        self.head = nn.Linear(WIDTH, TOKENS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        lengths = torch.tensor([3, LENGTH, 2, 4])
+        packed = nn.utils.rnn.pack_padded_sequence(self.lstm(self.embedding(tokens))[0], lengths, True, False)
+        self.gru.flatten_parameters()
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], True)[0])
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.conv(x))
+        y += x
+        return self.relu(y)
+
+
+class ResNet(nn.Module):
+    """Batch norm, changes in place, channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.layers = nn.Conv2d(3, 4, 3), nn.Sequential(*(Residual(4) for _ in range(3)))
+        self.head = nn.Linear(4, 5)
+        self.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.stem(x.to(memory_format=torch.channels_last))).mean((2, 3)))
+
+
+class Vit(nn.Module):
+    """torch's own layers, which have a way past their modules in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.token = nn.Conv2d(3, WIDTH, 4, 4), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, 0.0, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 3), nn.Linear(WIDTH, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).mT
+        return self.head(self.encoder(torch.cat([self.token.expand(len(x), 1, WIDTH), x], 1))[:, 0])
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, 2)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        flat = x.flatten(0, 1)
+        weights, output = self.router(flat).softmax(-1), torch.zeros_like(flat)
+        for index, expert in enumerate(self.experts):
+            rows = (weights.argmax(-1) == index).nonzero().squeeze(1)
+            if len(rows):
+                output.index_add_(0, rows, expert(flat[rows]) * weights[rows, index, None])
+        return {"x": x + output.view_as(x), "losses": [(weights.mean(0).square().sum(),)]}
+
+
+class Mixture(nn.Module):
+    """A dictionary with nested losses comes out of each block; an expert may have no rows on a rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
+        self.layers = nn.ModuleList(Experts() for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        x, loss = self.embedding(tokens), torch.zeros(())
+        for layer in self.layers:
+            output = layer(x)
+            x, loss = output["x"], loss + output["losses"][0][0]
+        return self.head(x), loss
+
+
+class ListedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
+        self.named = nn.ParameterDict({"bias": torch.zeros(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight in self.weights:
+            x = torch.tanh(x @ weight)
+        return x + self.named["bias"]
+
+
+class Hypernetwork(nn.Module):
+    """Makes the weights of another one, which has none that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(ListedBlock() for _ in range(2))
+        self.target = nn.Linear(WIDTH, 2).requires_grad_(False)
+        self.makers = nn.ModuleList(nn.Linear(WIDTH, param.numel()) for param in self.target.parameters())
+        self.shapes = {name: param.shape for name, param in self.target.named_parameters()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        made = zip(self.shapes.items(), self.makers, strict=True)
+        weights = {name: maker(x.mean(0)).view(shape) for (name, shape), maker in made}
+        return torch.func.functional_call(self.target, weights, (x,))
+
+
+class Transformed(nn.Module):
+    """`torch.func` in the forward: vmap, grad and both over blocks, an ensemble, a step of an inner optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        def energy(row: Tensor) -> Tensor:
+            for block in self.blocks:
+                row = block(row)
+            return row.square().sum()
+
+        def error(params: Mapping[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(self.blocks[0], dict(params), (x,)).square().mean()
+
+        own = dict(self.blocks[0].named_parameters())
+        slopes = torch.func.grad(error)(own)
+        stepped = {name: param - 0.1 * slopes[name] for name, param in own.items()}
+        every = [dict(block.named_parameters()) for block in self.blocks]
+        stacked = {name: torch.stack([params[name] for params in every]) for name in every[0]}
+        forces = torch.func.grad(energy)(x) + torch.vmap(torch.func.grad(energy))(x)
+        return torch.vmap(energy)(x).mean() + forces + error(stepped) + torch.vmap(error)(stacked).sum()
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        return nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a model is made and trained: from vectors, (rows, WIDTH), tokens or images."""
+
+    build: Callable[[], nn.Module]
+    kind: str
+    loss: Callable[[Any, Batch], Tensor]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
+    from_callable: bool = False
+
+
+def mixture_loss(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
+    return language_loss(output[0], batch) + 0.1 * output[1]
+
+
+FAMILIES: dict[str, Family] = {
+    "nanoGPT": Family(Gpt, "tokens", language_loss, decayed_by_dimension),
+    "minGPT as a callable": Family(Gpt, "tokens", language_loss, from_callable=True),
+    "LoRA": Family(adapted_gpt, "tokens", language_loss),
+    "LoRA with reentrant checkpointing": Family(lambda: adapted_gpt(True), "tokens", language_loss),
+    "LSTM and GRU": Family(Recurrent, "tokens", language_loss),
+    "ResNet": Family(ResNet, "images", class_loss),
+    "ViT": Family(Vit, "images", class_loss),
+    "experts": Family(Mixture, "tokens", mixture_loss),
+    "hypernetwork": Family(Hypernetwork, "vectors", square),
+    "blocks by torch.jit": Family(scripted, "vectors", square),
+    "torch.func": Family(Transformed, "vectors", square),
+}
+
+
+def batch_of(kind: str, step: int, rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if kind == "tokens":
+        return (torch.randint(TOKENS, (4, LENGTH), generator=generator),)
+    if kind == "images":
+        return (torch.randn(4, 3, 8, 8, generator=generator),)
+    return (torch.randn(4, WIDTH, generator=generator),)
+
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a larger eps: gradients near 0 are rounding
 STEPS = 2

@@ -1,10 +1,14 @@
 """Split over tensor, expert and pipeline axes, a model trains as one process does: losses, norms and parameters."""
 
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -12,8 +16,11 @@ import lowtide
 from lowtide.kernels.linear_layers import weight_gradient
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, assert_close, settings, train_all, train_plainly
+from tests.kit.training import Case, assert_close, refusal, settings, train_all, train_plainly
 from tests.parallel import models_of_others as others
+from tests.parallel.adapters import LAYERS, adapted
+from tests.parallel.test_sequence import batch_of
+from tests.parallel.test_tiles import SIZES, VOCAB, config_of, transformers
 from tests.parallel.trainings import (
     AGAIN,
     EXPERT,
@@ -26,6 +33,7 @@ from tests.parallel.trainings import (
     apart,
     case_of,
     check,
+    split_config,
     values_after,
 )
 
@@ -220,3 +228,92 @@ def gradients_in_place() -> list[tuple[tuple[int, ...], bool]]:
 
 def test_the_gradient_of_a_split_head_is_written_in_place(ranks: RankPool) -> None:
     assert ranks(2, gradients_in_place) == [[((2, 4, 512), True)]] * 2
+
+
+def llama() -> nn.Module:
+    return adapted(others.grouped_llama(), LAYERS)
+
+
+def gpt2() -> nn.Module:
+    return adapted(others.gpt2(), ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
+
+
+def some_of_bert() -> nn.Module:
+    """Layers with an adapter beside some without."""
+    return adapted(others.bert(), ["query", "value", "dense"], use_rslora=True)
+
+
+def of_shared_keys() -> nn.Module:
+    """One head of keys on two ranks: columns of its B, and parts of its gradient, are on both."""
+    return adapted(others.one_head_of_keys(), LAYERS)
+
+
+STAGES = {llama: 0, gpt2: 3, some_of_bert: 0, of_shared_keys: 1}
+
+
+def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
+    check(ranks, 2, [(case_of(build, stage), 1, TENSOR) for build, stage in STAGES.items()])
+
+
+WHOLE = "expected PEFT's LoRA without DoRA on split linear layers, found a"
+REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [  # layers, of LoRA, config, text
+    (LAYERS, {"use_dora": True}, TENSOR, (f"{WHOLE} Linear on '", "q_proj'")),
+    (["embed_tokens"], {}, TENSOR, (f"{WHOLE} Embedding on ", "(target_modules)")),
+    (LAYERS, {}, PARTS, ("tensor_sequence: expected split layers without adapters, found an adapter at '", "q_")),
+]
+
+
+def refusals() -> list[str]:
+    return [
+        refusal(lowtide.initialize, adapted(others.llama(), layers, **more), split_config(**config))
+        for layers, more, config, _ in REFUSED
+    ]
+
+
+def test_adapters_that_need_whole_layers_or_tokens_are_refused(ranks: RankPool) -> None:
+    for text, (*_, parts) in zip(ranks(2, refusals)[0], REFUSED, strict=True):
+        assert all(part in text for part in parts)
+
+
+def merge(folder: Path) -> None:
+    torch.manual_seed(0)
+    with lowtide.initialize(llama(), split_config(zero_optimization={"stage": 3})) as engine:
+        engine.train_step(others.tokens(0, 2))
+        engine.export(folder / "merged", merged=True)
+        engine.export(folder / "adapters", adapters_only=True)
+
+
+def test_each_rank_merges_its_part(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, merge, tmp_path)
+    torch.manual_seed(0)
+    plain: Any = llama()
+    peft.set_peft_model_state_dict(plain, load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
+    right = plain.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "merged" / "model.safetensors")
+    assert found.keys() == right.keys()
+    for name, value in right.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def trained(axis: str) -> list[list[float]]:
+    """Losses and norms of two steps, with each block as it is, and compiled."""
+    warnings.simplefilter("ignore")  # of torch's compiler, about itself
+    found = []
+    for compiled in ({}, {"compile": {"blocks": True, "backend": "eager"}}):
+        torch.manual_seed(0)
+        model: Any = others.mixtral(num_hidden_layers=1)
+        if axis == "sequence":
+            sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1, "use_cache": False}
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
+        config = config_of(3, parallel={axis: 2}, gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=4)
+        with lowtide.initialize(model, config | compiled) as engine:
+            batches: list[Any] = [batch_of(at, "odd") if axis == "sequence" else others.tokens(at, 4) for at in (0, 1)]
+            results = [engine.train_step(batch) for batch in batches]
+        found.append([number.item() for result in results for number in (result.loss, result.grad_norm)])
+    return found
+
+
+@pytest.mark.parametrize("axis", ["sequence", "expert"])
+def test_they_train_as_they_do_uncompiled(ranks: RankPool, axis: str) -> None:
+    plain, compiled = ranks(2, trained, axis, timeout=120)[0]
+    assert compiled == pytest.approx(plain, rel=1e-6)

@@ -12,7 +12,7 @@ import lowtide
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, Outcome, assert_close, train, train_plainly
-from tests.pipe import test_other_shapes
+from tests.pipe import test_pipeline_failures
 from tests.pipe.pipelines import (
     MICROBATCHES,
     SCHEDULES,
@@ -118,12 +118,12 @@ def train_on_other_batches(case: Case) -> list[str]:
 
 def train_on_other_shapes(configs: list[dict[str, Any]]) -> list[str]:
     group.register_device()
-    return test_other_shapes.train_on_other_shapes(configs)
+    return test_pipeline_failures.train_on_other_shapes(configs)
 
 
 def test_other_shapes_are_told_in_their_own_step(pretend_ranks: RankPool) -> None:
-    configs = test_other_shapes.configs_of("1f1b", "zb-h1", **NATIVE)
-    test_other_shapes.check(pretend_ranks(2, train_on_other_shapes, configs, process_group=False))
+    configs = test_pipeline_failures.configs_of("1f1b", "zb-h1", **NATIVE)
+    test_pipeline_failures.check(pretend_ranks(2, train_on_other_shapes, configs, process_group=False))
 
 
 def of_two_blocks() -> nn.Module:

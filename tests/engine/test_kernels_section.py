@@ -1,4 +1,4 @@
-"""The section `kernels`: what fuses where, and what cannot be on this machine."""
+"""The section `kernels`: what fuses where, and that fused modules train to the losses of plain ones."""
 
 import logging
 from typing import Any, get_args
@@ -12,8 +12,11 @@ from lowtide.engine.blueprint.optimizer_plan import optimizer_backend
 from lowtide.engine.config.config import Config
 from lowtide.engine.config.kernels import FUSION_NAMES, KERNEL_NAMES, BackendName, KernelsConfig
 from lowtide.engine.model import prepared_model
+from lowtide.kernels import fuse_model
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
+from tests.engine.test_hugging_face import MODELS, batch_of, config_of
+from tests.kit.ranks import RankPool
 from tests.kit.training import refusal
 
 
@@ -105,3 +108,95 @@ def test_the_backend_reaches_the_update(monkeypatch: pytest.MonkeyPatch) -> None
     offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}  # states are not for Triton there
     values: dict[str, Any] = {"optimizer": {"type": "adamw"}, "kernels": {"backend": "triton"}}
     assert [optimizer_backend(Config.load(values | more)) for more in ({}, offloaded)] == ["triton", "auto"]
+
+
+Trained = tuple[list[float], list[bool]]  # losses, and of each forward of the root whether logits were left out
+
+
+def train(name: str, config: dict[str, Any], fuse: Any = False, loss_fn: Any = None, is_built: bool = False) -> Trained:
+    """Two steps, and an evaluation. is_built: `initialize` builds the model."""
+    torch.manual_seed(0)
+    build = MODELS[name]
+    generator = torch.Generator().manual_seed(3)
+    batches = [batch_of(name, generator) for _ in range(3)]
+    config = config | {"kernels": {"fuse_modules": fuse}}
+    with lowtide.initialize(build if is_built else build(), config, loss_fn=loss_fn) as engine:
+        left_out: list[bool] = []
+        engine.module.register_forward_hook(
+            lambda module, args, out: left_out.append(getattr(out, "logits", 0) is None)
+        )
+        losses = [engine.train_step(batch).loss.item() for batch in batches[:2]]
+        losses.append(engine.eval_step(batches[2]).item())
+    return losses, left_out
+
+
+def fused_and_not(name: str, config: dict[str, Any]) -> tuple[Trained, Trained]:
+    return train(name, config, True), train(name, config)
+
+
+def all_variants() -> dict[str, tuple[Trained, Trained]]:
+    at_0, at_3 = config_of(0, "auto"), config_of(3, "auto")
+    units = at_3 | {"zero_optimization": {"stage": 3, "units": ["model.layers.?", "lm_head", "model.norm"]}}
+    llama = train("llama", at_3)
+    return {
+        "llama at stage 0": fused_and_not("llama", at_0),
+        "gpt2 at stage 3": fused_and_not("gpt2", at_3),
+        "built by the engine": (train("llama", at_3, True, is_built=True), llama),
+        "recomputed": (train("llama", units | {"activation_checkpointing": {"every": 1}}, True), llama),
+        "named": (train("llama", at_3, ["linear_cross_entropy", "rms_norm"]), llama),
+    }
+
+
+def in_float16() -> tuple[Trained, Trained]:
+    """The head computes its logits again in backward, and so needs its weight there."""
+    units = {"stage": 3, "units": ["model.layers.?", "lm_head"]}
+    return fused_and_not("llama", config_of(3, "auto") | {"fp16": {"enabled": True}, "zero_optimization": units})
+
+
+def over_a_pipeline() -> tuple[Trained, Trained]:
+    config = config_of(0, "auto") | {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb-h1", "microbatches": 2}}
+    return fused_and_not("llama", config | {"train_micro_batch_size_per_gpu": 1})
+
+
+def test_stages_0_and_3_train_as_without(ranks: RankPool) -> None:
+    for result in ranks(2, all_variants):
+        for what, ((losses, left_out), (expected, _)) in result.items():
+            assert losses == pytest.approx(expected, rel=2e-5), what
+            assert losses[1] != losses[0]
+            assert left_out == [True, True, False], what
+
+
+def test_float16_trains_about_as_without(ranks: RankPool) -> None:
+    for (losses, left_out), (expected, _) in ranks(2, in_float16):
+        assert losses == pytest.approx(expected, rel=2e-3)
+        assert left_out == [True, True, False]
+
+
+def test_a_pipeline_trains_as_without(ranks: RankPool) -> None:
+    by_rank = ranks(2, over_a_pipeline)
+    for (losses, _), (expected, _) in by_rank:
+        assert losses == pytest.approx(expected, rel=2e-5)
+    assert [True] * 4 + [False] in [left_out for (_, left_out), _ in by_rank]  # on the last stage
+
+
+def cross_entropy_of(output: Any, batch: dict[str, Tensor]) -> Tensor:
+    logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_a_loss_function_and_calls_of_the_engine_find_the_logits() -> None:
+    config = config_of(0, "auto")
+    losses, left_out = train("llama", config, True, cross_entropy_of)
+    assert left_out == [False] * 3
+    assert losses == pytest.approx(train("llama", config)[0], rel=2e-5)
+    with lowtide.initialize(MODELS["llama"](), config | {"kernels": {"fuse_modules": True}}) as engine:
+        assert engine(**batch_of("llama", torch.Generator())).logits is not None
+
+
+def test_close_gives_the_modules_the_classes_back_that_they_came_with() -> None:
+    model: Any = MODELS["llama"]()
+    fuse_model(model, modules=["gated_mlp"])
+    before = [type(module) for module in model.modules()]
+    with lowtide.initialize(model, config_of(3, "auto") | {"kernels": {"fuse_modules": True}}):
+        assert [type(module) for module in model.modules()] != before
+    assert [type(module) for module in model.modules()] == before

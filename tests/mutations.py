@@ -38,7 +38,7 @@ ASKED = {
     ],
     "comm": [
         ["tests/comm"],
-        ["tests/engine/test_lost_ranks.py", "tests/engine/test_errors_in_training.py"],
+        ["tests/engine/test_lost_ranks.py", "tests/engine/test_bad_input.py"],
         ["tests/zero"],
     ],
     "model": [["tests/engine/test_float8.py", "tests/engine/test_compile.py"]],

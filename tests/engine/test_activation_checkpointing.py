@@ -1,20 +1,19 @@
 """Recomputing activations changes no bit, whether the config or the model does it. Moved ones keep to their budget."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.offload import ActivationOffload
 from lowtide.zero import plan
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, settings, share_of, train_all
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Case, assert_alike, settings, share_of, train_all
 
 
 class NoisyBlock(models.Block):
@@ -30,73 +29,30 @@ class Noisy(models.TinyGPT):
         self.blocks = nn.ModuleList(NoisyBlock(22) for _ in range(3))
 
 
-class Reentrant(models.TinyGPT):
-    """Checkpoints its own blocks, as many models do."""
-
-    use_reentrant = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            forward = block.forward
-            block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=self.use_reentrant)
+RECOMPUTED = [  # by the models themselves
+    partial(models.Recomputing, "inside", True),
+    partial(models.Recomputing, "inside"),
+    partial(models.Recomputing, "around", True),
+    partial(models.Recomputing, "around"),
+    partial(models.Recomputing, "around all"),
+]
 
 
-class NonReentrant(Reentrant):
-    use_reentrant = False
-
-
-class AroundBlocks(models.TinyGPT):
-    """Checkpoints the call of each block: hooks on the block run in the recomputation too."""
-
-    use_reentrant = True
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        x = self.embedding(ids) + self.position
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-
-class AroundBlocksNonReentrant(AroundBlocks):
-    use_reentrant = False
-
-
-class AroundTwo(AroundBlocks):
-    """Checkpoints all blocks and the rest behind them as one piece."""
-
-    use_reentrant = False
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        def run(x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-        loss: Tensor = checkpoint(run, self.embedding(ids) + self.position, use_reentrant=self.use_reentrant)
-        return loss
-
-
-OWN = [Reentrant, NonReentrant, AroundBlocks, AroundBlocksNonReentrant, AroundTwo]
-
-
-def test_dropout_draws_the_same_in_blocks_that_are_recomputed(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_dropout_draws_the_same_in_blocks_that_are_recomputed() -> None:
     """Every block at one stage, every second one at the other."""
     case = Case(Noisy, models.token_batch, steps=2)
     pairs = [(3, 0), (3, 1), (0, 2)]
     cases = [case.at(stage, config={"activation_checkpointing": {"every": every}}) for stage, every in pairs]
-    plain, *outcomes = ranks(2, train_all, cases)[0]
-    assert [ours.differences(plain) for ours in outcomes] == [[], []]
+    assert_alike(train_all(cases))
 
 
-def test_checkpointing_by_the_model_is_bitwise_the_same(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_checkpointing_by_the_model_is_bitwise_the_same() -> None:
     plain = Case(models.TinyGPT, models.token_batch, steps=2, clip=0.3)
     routes = [{"communication": {"transport": transport}} for transport in ("shared_memory", "sockets")]
-    cases = [plain.at(3, build=build, config=routes[at % 2]) for at, build in enumerate(OWN)]
-    cases += [plain.at(0, build=AroundBlocks)]
-    expected, *outcomes = ranks(2, train_all, [plain, *cases])[0]
-    for case, outcome in zip(cases, outcomes, strict=True):
-        assert outcome.differences(expected) == [], f"{case.build}, stage {case.stage}"
+    cases = [plain.at(3, build=build, config=routes[at % 2]) for at, build in enumerate(RECOMPUTED)]
+    assert_alike(train_all([plain, *cases, plain.at(0, build=RECOMPUTED[2])]))
 
 
 class Counting(nn.Module):
@@ -154,20 +110,14 @@ def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [calls[name] for name in names] == [1, 2, 1, 2, 1]
 
 
-def peak_of_saved(config: dict[str, Any]) -> tuple[int, int]:
-    """(highest bytes of saved activations in memory, bytes that were moved) of three steps."""
+@on_ranks(2)
+def test_the_peak_stays_under_the_budget(tmp_path: Path) -> None:
+    budget = 256 << 10
+    saved = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 1024, "budget_bytes": budget}
+    config = settings(3, train_micro_batch_size_per_gpu=8, activation_checkpointing={"offload": saved})
     with lowtide.initialize(models.TinyGPT(width=64, layers=8), config) as engine:
         for step in range(3):
             engine.train_step(share_of(models.token_batch(step, 8 * engine.world_size)))
         offload = engine._parts.activations
         assert isinstance(offload, ActivationOffload)
-        return offload.peak_resident_bytes, offload.offloaded_bytes
-
-
-def test_the_peak_stays_under_the_budget(ranks: RankPool, tmp_path: Path) -> None:
-    budget = 256 << 10
-    offload = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 1024, "budget_bytes": budget}
-    config = settings(3, train_micro_batch_size_per_gpu=8, activation_checkpointing={"offload": offload})
-    for peak, moved in ranks(2, peak_of_saved, config):
-        assert 0 < peak <= budget
-        assert moved > 4 * budget
+        assert 0 < offload.peak_resident_bytes <= budget and offload.offloaded_bytes > 4 * budget

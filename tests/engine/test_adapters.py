@@ -28,8 +28,8 @@ from tests.engine.adapted import (
     with_peft,
 )
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, differences, refusal, train_all as train_cases
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import differences, refusal
 
 pytest.importorskip("peft")
 
@@ -65,27 +65,16 @@ def test_a_bf16_base_keeps_its_dtype_and_its_adapters_theirs(ranks: RankPool) ->
     assert differences(at_3, state) == []
 
 
-def gathered_by_attaching() -> tuple[int, int, int]:
-    """While a model is built with adapters and taken up: gathers, and bytes that are sent; and bytes of its buffers."""
+@on_ranks(2)
+def test_attaching_adapters_gathers_nothing() -> None:
+    """While a model is built with adapters and taken up, its buffers alone are sent."""
     with (
         mock.patch.object(ShardedGroup, "gather", autospec=True, side_effect=ShardedGroup.gather) as gather,
         mock.patch.object(World, "broadcast_tensor", autospec=True, side_effect=World.broadcast_tensor) as broadcast,
         engine_of(lora, 3, **SOCKETS) as engine,
     ):
         sent = sum(call.args[1].nbytes for call in broadcast.call_args_list)
-        return gather.call_count, sent, sum(buffer.nbytes for buffer in engine.module.buffers())
-
-
-def test_attaching_adapters_gathers_nothing(ranks: RankPool) -> None:
-    for gathers, sent, of_buffers in ranks(2, gathered_by_attaching):
-        assert gathers == 0
-        assert sent == of_buffers
-
-
-def test_adapters_by_hand_train_at_every_stage(ranks: RankPool) -> None:
-    case = Case(ByHand, models.token_batch, steps=2)
-    found = ranks(2, train_cases, [case.at(stage) for stage in range(4)])[0]
-    assert [one.differences(found[0]) for one in found[1:]] == [[], [], []]
+        assert gather.call_count == 0 and sent == sum(buffer.nbytes for buffer in engine.module.buffers())
 
 
 LEFT_OUT = {"checkpoint": {"exclude_frozen_parameters": True}, "communication": {"transport": "sockets"}}
@@ -144,22 +133,19 @@ def test_a_base_is_compared_in_the_type_that_was_saved(tmp_path: Path) -> None:
     assert "base model: torch.bfloat16 here, torch.float32 there. The" in text
 
 
-def change_or_load_and_save(folder: str, loads: bool) -> list[str]:
+@on_ranks(2)
+def test_what_was_changed_by_hand_is_written(tmp_path: Path) -> None:
     """What only a checkpoint has is in the next one too."""
-    with engine_of(ByHand, 3, **LEFT_OUT) as engine:
-        if loads:
-            engine.load_checkpoint(folder)
-        else:
-            with engine.gathered(modify=True), torch.no_grad():  # all are shown, one is changed
-                engine.module.head.weight.mul_(1.5)
-        run(engine, int(loads), 1)
-        engine.save_checkpoint(folder)
-        return sorted(engine._archive.frozen.by_hand)
-
-
-def test_what_was_changed_by_hand_is_written(ranks: RankPool, tmp_path: Path) -> None:
     for loads in (False, True):
-        assert ranks(2, change_or_load_and_save, str(tmp_path), loads)[0] == ["head.weight"]
+        with engine_of(ByHand, 3, **LEFT_OUT) as engine:
+            if loads:
+                engine.load_checkpoint(tmp_path)
+            else:
+                with engine.gathered(modify=True), torch.no_grad():  # all are shown, one is changed
+                    engine.module.head.weight.mul_(1.5)
+            run(engine, int(loads), 1)
+            engine.save_checkpoint(tmp_path)
+            assert sorted(engine._archive.frozen.by_hand) == ["head.weight"]
         assert [name for name in names_in(tmp_path) if "lora_" not in name] == ["head.weight"]
 
 
@@ -246,21 +232,17 @@ def test_a_merged_model_is_an_ordinary_one(ranks: RankPool, tmp_path: Path) -> N
             torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected, rtol=1e-4, atol=1e-5)
 
 
-def merge_and_train(folder: str) -> list[list[float]]:
-    """A merged export changes nothing of the training."""
+@on_ranks(2)
+def test_training_goes_on_after_a_merged_export(tmp_path: Path) -> None:
+    """It changes nothing of the training."""
     found = []
     for exports in (False, True):
         with engine_of(half_base, 3, **SOCKETS) as engine:
             losses = run(engine, 0, 1)
             if exports:
-                engine.export(folder, merged=True)
+                engine.export(tmp_path, merged=True)
             found.append(losses + run(engine, 1, 2))
-    return found
-
-
-def test_training_goes_on_after_a_merged_export(ranks: RankPool, tmp_path: Path) -> None:
-    plain, merged = ranks(2, merge_and_train, str(tmp_path))[0]
-    assert merged == plain
+    assert found[0] == found[1]
 
 
 def test_what_was_trained_of_a_model_by_hand_is_exported_and_a_base_beside_it_stays(tmp_path: Path) -> None:
@@ -273,16 +255,13 @@ def test_what_was_trained_of_a_model_by_hand_is_exported_and_a_base_beside_it_st
     assert (tmp_path / "model.safetensors").exists()
 
 
-def refuse_in_a_pipeline(folder: str) -> str:
+@on_ranks(2)
+def test_a_pipeline_exports_adapters_alone(tmp_path: Path) -> None:
     with engine_of(lora, 1, accumulation=2, parallel={"pipeline": 2}) as engine:
-        text = refusal(engine.export, folder, merged=True)
-        engine.export(folder, adapters_only=True)
-    return text
-
-
-def test_a_pipeline_exports_adapters_alone(ranks: RankPool, tmp_path: Path) -> None:
-    text = "engine.export(merged=True): expected ranks with whole layers, found layers split by parallel.pipeline"
-    assert all(one.startswith(text) for one in ranks(2, refuse_in_a_pipeline, str(tmp_path)))
+        assert refusal(engine.export, tmp_path, merged=True).startswith(
+            "engine.export(merged=True): expected ranks with whole layers, found layers split by parallel.pipeline"
+        )
+        engine.export(tmp_path, adapters_only=True)
     names = safetensors_torch.load_file(tmp_path / "adapter_model.safetensors").keys()
     assert sum("lora_A" in name for name in names) == 6
 

@@ -18,8 +18,18 @@ from lowtide.checkpoint.export import export_source
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, adamw, differences, one_thread, refusal, share_of, take_step, trained
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import (
+    Case,
+    adamw,
+    differences,
+    one_thread,
+    rank_and_world,
+    refusal,
+    share_of,
+    take_step,
+    trained,
+)
 
 DECAY = 0.8
 CASE = Case(models.short_gpt_float64, models.token_batch, clip=0.5, steps=3)
@@ -100,50 +110,49 @@ def average(old: Tensor, new: Tensor) -> Tensor:
     return old.lerp(new, 1 - DECAY)
 
 
-def average_masters(case: Case, stages: tuple[int, ...]) -> list[list[Tensor]]:
-    """Each shown average in float32, torch's formula of the master weights, and the average in the state_dict."""
-    found = []
-    for stage in stages:
-        with trained(case.at(stage), 0) as engine:
-            name = next(name for name, _ in engine.named_parameters() if name.endswith(("up.weight", "first.weight")))
-            masters = []
-            engine.ema(DECAY)
-            for step in range(4):
-                take_step(engine, case, step)
-                masters.append(engine.full(name))
-            with engine.ema_weights():
-                shown, state = engine.full(name), engine.state_dict()
-            found.append([shown, reduce(average, masters), state.get(name, shown)])
-    return found
+def average_masters(case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
+    """A shown average in float32, torch's formula of the master weights, and rank 0's average in the state_dict."""
+    with trained(case, 0) as engine:
+        name = next(name for name, _ in engine.named_parameters() if name.endswith(("up.weight", "first.weight")))
+        masters = []
+        engine.ema(DECAY)
+        for step in range(4):
+            take_step(engine, case, step)
+            masters.append(engine.full(name))
+        with engine.ema_weights():
+            shown = engine.full(name)
+            return shown, reduce(average, masters), engine.state_dict().get(name)
 
 
-def test_master_weights_are_averaged_where_there_are_any(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_master_weights_are_averaged_where_there_are_any() -> None:
     case = Case(models.short_gpt, models.token_batch, config=BF16)
-    for shown, expected, rounded in ranks(2, average_masters, case, (0, 2, 3))[0]:
+    for stage in (0, 2, 3):
+        shown, expected, rounded = average_masters(case.at(stage))
         assert shown.dtype == torch.float32 and torch.equal(shown, expected)
-        assert torch.equal(rounded, shown.bfloat16())
+        assert rank_and_world()[0] or (rounded is not None and torch.equal(rounded, shown.bfloat16()))
 
 
 @pytest.mark.parametrize("precision", [BF16, {}], ids=["bf16", "fp32"])
 def test_a_delayed_update_is_averaged_when_it_is_made(precision: dict[str, Any]) -> None:
     """The averages are those of the weights that the updates have made, whenever they are taken over."""
     delayed = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}
-    case = MLP.at(2, config={"zero_optimization": delayed, **precision})
-    ((shown, expected, _),) = average_masters(case, (2,))
+    shown, expected, _ = average_masters(MLP.at(2, config={"zero_optimization": delayed, **precision}))
     assert torch.equal(shown, expected)
 
 
-def test_they_are_the_same_wherever_weights_and_states_rest(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_they_are_the_same_wherever_weights_and_states_rest(tmp_path: Path) -> None:
     file = {"device": "nvme", "nvme_path": str(tmp_path)}
     offloads: list[dict[str, Any]] = [
-        {},
         {"offload_optimizer": file, "offload_param": file},
         {"offload_optimizer": {**file, "ratio": 0.5}},
         {"offload_optimizer": {**file, "overlap": "speculative"}},
     ]
     case = Case(models.short_gpt, models.token_batch, 3, clip=1.0, config=BF16)
-    plain, *others = ranks(2, average_all, [case.at(3, config={"zero_optimization": one}) for one in offloads])[0]
-    for found in others:
+    plain = train_and_average(case)
+    for offload in offloads:
+        found = train_and_average(case.at(3, config={"zero_optimization": offload}))
         assert found[1] == plain[1]
         assert [differences(ours, theirs) for ours, theirs in zip(found[0], plain[0], strict=True)] == [[]] * 4
 

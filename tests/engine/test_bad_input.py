@@ -1,8 +1,10 @@
-"""What a user can do wrong, and the text that says so."""
+"""What a user can do wrong, and the text that says so; a NaN is named with parameter and rank."""
 
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.engine.step.batch import prepared
-from tests.kit.ranks import RankPool
-from tests.kit.training import settings
+from lowtide.engine.step.step_sums import NonFiniteGradientError
+from lowtide.zero.gradient_reducer import GradientStats
+from tests.kit.models import linear_chain
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import differences, refusal, settings
 
 CONFIG = settings()
 
@@ -237,3 +242,82 @@ def test_each_mistake_has_its_text(ranks: RankPool) -> None:
 def test_inputs_of_every_floating_point_dtype_are_cast(dtype: torch.dtype) -> None:
     values, indices = prepared((torch.ones(2, dtype=dtype), torch.ones(2).long()), torch.device("cpu"), torch.bfloat16)
     assert (values.dtype, indices.dtype) == (torch.bfloat16, torch.int64)
+
+
+STAGES = (0, 1, 2, 3)
+
+
+def engine_with_fault(stage: int, transport: str, value: float, step: int, rank: int, **more: Any) -> lowtide.Engine:
+    """An engine whose gradient of blocks.1.weight has `value` at one place, in that step on that rank."""
+    torch.manual_seed(0)
+    model = linear_chain(40, 3)
+    optimizer = {"type": "sgd", "params": {"lr": 0.1}}
+    more |= {"gradient_clipping": 1.0, "optimizer": optimizer, "communication": {"transport": transport}}
+    engine = lowtide.initialize(model, settings(stage, **more))
+
+    def spoil(gradient: Tensor) -> Tensor | None:
+        if engine.global_step != step or engine.rank != rank:
+            return None
+        spoiled = gradient.clone()
+        spoiled[39, 7] = value
+        return spoiled
+
+    model.get_parameter("blocks.1.weight").register_hook(spoil)
+    return engine
+
+
+@pytest.mark.parametrize(
+    ("transport", "world_size", "rank"),
+    [("sockets", 1, 0), ("sockets", 2, 1), ("shared_memory", 3, 2), ("native", 2, 1)],
+)
+@on_ranks("world_size")
+def test_a_nan_is_named_with_parameter_rank_and_step(transport: str, world_size: int, rank: int) -> None:
+    """By the native transport only the sum is seen, and so no rank is named."""
+    producer = "the sum over ranks" if transport == "native" else f"rank {rank}"
+    for stage in STAGES:
+        with engine_with_fault(stage, transport, (torch.nan, torch.inf)[(stage + rank) % 2], 2, rank) as engine:
+            x = torch.randn(2, 40)
+            for _ in range(2):
+                engine.train_step((x,))
+            before = engine.state_dict()
+            assert refusal(engine.train_step, (x,), kind=NonFiniteGradientError).startswith(
+                "step 2: expected finite gradients, found a NaN or infinite value in the gradient of 'blocks.1.weight' "
+                f"on {producer}. No parameter was updated."
+            )
+            assert differences(before, engine.state_dict()) == []
+
+
+@pytest.mark.parametrize(("transport", "world_size"), [("sockets", 1), ("shared_memory", 2)])
+@on_ranks("world_size")
+def test_float16_skips_the_step_on_every_rank_and_halves_the_scale(transport: str, world_size: int) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    for stage in STAGES:
+        with engine_with_fault(stage, transport, torch.inf, 1, world_size - 1, fp16=fp16) as engine:
+            results, states = [], [engine.state_dict()]
+            for _ in range(3):
+                results.append(engine.train_step((torch.randn(2, 40),)))
+                states.append(engine.state_dict())
+            has_changed = [bool(differences(a, b)) for a, b in pairwise(states)]
+            assert engine.rank != 0 or has_changed == [True, False, True]
+        assert [(r.skipped, r.loss_scale) for r in results] == [(False, 16.0), (True, 16.0), (False, 8.0)]
+
+
+def test_a_finite_gradient_whose_square_is_not_is_named_too() -> None:
+    """Its norm would be infinite, or wrong."""
+    with lowtide.initialize(torch.nn.Linear(4, 1).double(), settings()) as engine:
+        engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).sum() * 1e160)
+        with pytest.raises(NonFiniteGradientError) as caught:
+            engine.step()
+    assert "found 1.0e+160, whose square is not, in the gradient of 'weight' on rank 0" in str(caught.value)
+
+
+def test_what_another_stage_adds_to_a_tied_weight_is_not_this_ranks() -> None:
+    group = Mock(full=torch.zeros(4), own=slice(0, 4))
+    group.axes.states = group.axes.replicas = Mock(size=1, rank=0, ranks=(0,))
+    stats = GradientStats(group)
+    stats.look(group.axes.states, 0, torch.zeros(4), (), counts=False)
+    assert stats.first(torch.zeros(4), is_own=True) is None
+    total = torch.tensor([0.0, float("nan"), 0.0, 0.0])
+    stats.look(group.axes.states, 0, total, (), counts=True)
+    found = stats.first(total, is_own=False)
+    assert found is not None and found.rank is None

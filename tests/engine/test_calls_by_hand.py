@@ -17,7 +17,7 @@ from lowtide import Engine
 from lowtide.zero.released import ReleasedParameterError
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, adamw, refusal, settings, start
 
 CASE = Case(models.mlp, models.vector_batch)
@@ -198,11 +198,20 @@ def test_a_step_whose_gradients_are_all_cleared_is_none(
         engine.train_step(batch(1))
 
 
-def clear_on_rank_0(stage: int, zero: dict[str, Any], is_last: bool) -> list[str]:
-    """The errors of clearings that ranks do not have in common. Training goes on after them, on both ranks alike."""
-    found = []
+@pytest.mark.parametrize(
+    ("stage", "zero", "is_last"), [(0, {}, True), (2, SPECULATIVE, True), (2, SPECULATIVE, False), (3, {}, False)]
+)
+@on_ranks(2)
+def test_gradients_are_cleared_on_all_ranks_or_on_none(stage: int, zero: dict[str, Any], is_last: bool) -> None:
+    """Training goes on after the errors, on both ranks alike."""
+    expected = "expected the same gradients cleared on all ranks, since each rank has a part of their sum"
+    rows = (
+        ("", True, r"after backward 1: first.weight, first.bias, .* \.\.\. on rank 0, none on rank 1"),
+        ("first", False, r": first.weight \(to zero\), first.bias \(to zero\) on rank 0, none on rank 1. No parameter"),
+        ("layers", True, "layers.0.weight, .* on rank 0, after backward 1: last.weight, last.bias on rank 1"),
+    )
     with begin(stage, zero, communication={"transport": "sockets"}) as engine:
-        for name, to_none in (("", True), ("first", False), ("layers", True)):
+        for name, to_none, words in rows:
             backward(engine)
             if engine.rank == 0:
                 engine.module.get_submodule(name).zero_grad(set_to_none=to_none)
@@ -210,32 +219,13 @@ def clear_on_rank_0(stage: int, zero: dict[str, Any], is_last: bool) -> list[str
                 engine.module.get_submodule("last").zero_grad()
             if not is_last:
                 backward(engine)
-            found.append(refusal(engine.step, kind=StateError))
+            assert re.search(f"{expected}, found .*{words}", refusal(engine.step, kind=StateError))
         before = engine.full("last.bias")
         engine.train_step(batch(1))
         assert not torch.equal(engine.full("last.bias"), before)
         with engine.gathered():
             values = engine._mesh.world.gather_objects([param.tolist() for param in engine.parameters()])
         assert values[0] == values[1]
-    return found
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero", "is_last"), [(0, {}, True), (2, SPECULATIVE, True), (2, SPECULATIVE, False), (3, {}, False)]
-)
-def test_gradients_are_cleared_on_all_ranks_or_on_none(
-    ranks: RankPool, stage: int, zero: dict[str, Any], is_last: bool
-) -> None:
-    first, second = ranks(2, clear_on_rank_0, stage, zero, is_last)
-    assert first == second
-    expected = "expected the same gradients cleared on all ranks, since each rank has a part of their sum"
-    found = (
-        r"after backward 1: first.weight, first.bias, .* \.\.\. on rank 0, none on rank 1",
-        r"after backward 1: first.weight \(to zero\), first.bias \(to zero\) on rank 0, none on rank 1. No parameter",
-        "layers.0.weight, .* on rank 0, after backward 1: last.weight, last.bias on rank 1",
-    )
-    for text, words in zip(first, found, strict=True):
-        assert re.search(f"{expected}, found .*{words}", text)
 
 
 LOOKED_AT: list[tuple[int, dict[str, Any]]] = [
@@ -245,25 +235,19 @@ LOOKED_AT: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
-def losses_with_a_look_between(looks: bool) -> list[list[float]]:
-    """Losses of the classic form; with forwards of their own between backward and step."""
-    found = []
-    for stage, config in LOOKED_AT:
-        with start(CASE.at(stage, config=config)) as engine:
-            losses = []
-            for step in range(3):
-                loss = engine(*batch(step))
-                engine.backward(loss)
-                assert all(engine(*batch(step)).item() == loss.item() for _ in range(2 if looks else 0))
-                losses.append(engine.step().loss.item())
-            found.append(losses)
-    return found
-
-
-def test_forwards_between_the_last_backward_and_the_step_change_nothing(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_forwards_between_the_last_backward_and_the_step_change_nothing() -> None:
     """They are of what is not tried: that is not taken for the caller's own change either."""
-    expected, found = (ranks(2, losses_with_a_look_between, looks)[0] for looks in (False, True))
-    assert found == expected
+    for stage, config in LOOKED_AT:
+        found: list[list[float]] = [[], []]
+        for looks, losses in zip((False, True), found, strict=True):
+            with start(CASE.at(stage, config=config)) as engine:
+                for step in range(3):
+                    loss = engine(*batch(step))
+                    engine.backward(loss)
+                    assert all(engine(*batch(step)).item() == loss.item() for _ in range(2 if looks else 0))
+                    losses.append(engine.step().loss.item())
+        assert found[0] == found[1]
 
 
 def nanogpt_loop(wrap: Callable[[Any, torch.optim.Optimizer], Any]) -> tuple[list[float], Any]:

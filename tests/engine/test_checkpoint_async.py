@@ -1,4 +1,4 @@
-"""Saving in the background: the moment of the save is saved, only the next save waits, and nothing is lost."""
+"""When a checkpoint is made and under which name; in the background its moment is saved, and nothing is lost."""
 
 import errno
 import os
@@ -20,10 +20,10 @@ from lowtide.comm import CollectiveError
 from lowtide.engine.archive import save_job
 from lowtide.engine.archive.save_job import SaveJob
 from lowtide.offload import SequentialFile
-from tests.engine.saving import engine_for, run_steps, saved_tensors
+from tests.engine.saving import GLOBAL_ROWS, engine_for, load_and_go_on, run_steps, saved_tensors
 from tests.engine.scripts import run_on_two_ranks
 from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, differences, refusal
 
 ASYNC = {"checkpoint": {"async": True}}
@@ -59,27 +59,23 @@ class SlowDisk:
         threading.Timer(seconds, self.go_on.set).start()
 
 
-def train_while_written(folder: Path) -> bool:
-    """Saves one step twice, at once and in the background, and trains two steps before the disk does anything."""
+@on_ranks(2)
+def test_steps_go_on_while_the_moment_of_the_save_is_written(tmp_path: Path) -> None:
+    """One step is saved twice, at once and in the background, and two are trained before the disk does anything."""
     with engine_for(GPT.at(3, config={"checkpoint": {}}), 2) as plain:
         run_steps(plain, GPT, 0, 2)
-        plain.save_checkpoint(folder, "expected")
+        plain.save_checkpoint(tmp_path, "expected")
         losses = run_steps(plain, GPT, 2, 2).losses
     engine = engine_for(GPT, 2)
     run_steps(engine, GPT, 0, 2)
     with SlowDisk() as disk:
-        engine.save_checkpoint(folder, "a")
+        engine.save_checkpoint(tmp_path, "a")
         assert disk.started.wait(30)
         assert run_steps(engine, GPT, 2, 2).losses == losses
-        is_early = not (folder / "a").exists() and CheckpointFolder(folder).latest() == "expected"
+        assert not (tmp_path / "a").exists() and CheckpointFolder(tmp_path).latest() == "expected"
         disk.go_on.set()
         engine.close()
-    assert CheckpointFolder(folder).latest() == "a"  # close has waited
-    return is_early
-
-
-def test_steps_go_on_while_the_moment_of_the_save_is_written(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(2, train_while_written, tmp_path) == [True, True]
+    assert CheckpointFolder(tmp_path).latest() == "a"  # close has waited
     assert differences(saved_tensors(tmp_path, "a"), saved_tensors(tmp_path, "expected")) == []
 
 
@@ -111,44 +107,35 @@ def no_space(*args: object) -> int:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-WHERE = ("step", "save", "load", "close")
-
-
-def fail_in_background(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_a_failure_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> None:
     """Rank 1 has no room; the error comes on both ranks at the next step, save, load or close."""
     engine = engine_for(GPT, 2)
     calls: dict[str, Callable[[], object]] = {
         "step": lambda: run_steps(engine, GPT, 1, 1),
-        "save": lambda: engine.save_checkpoint(folder, "next"),
-        "load": lambda: engine.load_checkpoint(folder),
+        "save": lambda: engine.save_checkpoint(tmp_path, "next"),
+        "load": lambda: engine.load_checkpoint(tmp_path),
         "close": engine.close,
     }
     run_steps(engine, GPT, 0, 1)
-    texts = []
-    for where in WHERE:
-        engine.save_checkpoint(folder, f"before {where}")
-        engine.load_checkpoint(folder, f"before {where}")  # waits for it
+    for where, call in calls.items():
+        engine.save_checkpoint(tmp_path, f"before {where}")
+        engine.load_checkpoint(tmp_path, f"before {where}")  # waits for it
         with mock.patch.object(os, "pwrite", no_space) if engine.rank == 1 else nullcontext():
-            engine.save_checkpoint(folder, "bad")
+            engine.save_checkpoint(tmp_path, "bad")
             deadline = time.monotonic() + 30
             while engine.rank == 1 and not engine._archive.checkpoints.has_failed and time.monotonic() < deadline:
                 time.sleep(0.01)
         step = engine.global_step
-        texts.append(refusal(calls[where], kind=CheckpointError))
+        assert refusal(call, kind=CheckpointError) == (
+            f"saving checkpoint 'bad' to {tmp_path} failed on rank 1: No space left on device. "
+            "What was saved before is as it was, and training can go on."
+        )
         if where != "close":
             assert engine.global_step == step + (where == "step")
             run_steps(engine, GPT, 2, 1)
-    return texts
-
-
-def test_a_failure_in_the_background_is_raised_on_every_rank(ranks: RankPool, tmp_path: Path) -> None:
-    text = (
-        f"saving checkpoint 'bad' to {tmp_path} failed on rank 1: No space left on device. "
-        "What was saved before is as it was, and training can go on."
-    )
-    assert ranks(2, fail_in_background, tmp_path) == [[text] * len(WHERE)] * 2
     target = CheckpointFolder(tmp_path)
-    assert target.tags() == [f"before {where}" for where in WHERE] and target.unfinished() == []
+    assert target.tags() == [f"before {where}" for where in calls] and target.unfinished() == []
 
 
 SCRIPT = """
@@ -235,3 +222,94 @@ def test_an_error_in_the_with_block_waits_for_the_part_of_this_rank(tmp_path: Pa
     while CheckpointFolder(tmp_path).latest() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     CheckpointFolder(tmp_path).open().verify()
+
+
+CASE = Case(mlp, vector_batch)
+
+
+def case_with(folder: Path | str, **settings: Any) -> Case:
+    return CASE.at(0, config={"checkpoint": {"folder": str(folder), **settings}})
+
+
+def train_and_close(case: Case, steps: int) -> list[float]:
+    with engine_for(case, 2) as engine:
+        return run_steps(engine, case, 0, steps).losses
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_every_so_many_steps_one_is_saved_that_goes_on(ranks: RankPool, tmp_path: Path, asynchronous: bool) -> None:
+    case = case_with(tmp_path, every_steps=2, **{"async": asynchronous})
+    losses = ranks(2, train_and_close, case, 7)[0]
+    target = CheckpointFolder(tmp_path)
+    assert target.tags() == ["global_step2", "global_step4", "global_step6"] and target.latest() == "global_step6"
+    assert [target.open(tag).manifest.step for tag in target.tags()] == [2, 4, 6]
+    assert not any(target.open(tag).manifest.has_own_tag for tag in target.tags())
+    found = ranks(2, load_and_go_on, CASE, tmp_path, 2, "global_step4", 4, 3)[0]
+    assert found.losses == losses[4:]
+
+
+def test_only_the_newest_without_a_tag_of_the_callers_are_kept(tmp_path: Path) -> None:
+    case = case_with(tmp_path, every_steps=1, keep_last=2)
+    with engine_for(case, 1) as engine:
+        for step in range(4):
+            run_steps(engine, case, step, 1)
+            engine.save_checkpoint(tmp_path, f"own{step}")
+            engine.save_checkpoint(tmp_path / "other")
+    assert set(CheckpointFolder(tmp_path).tags()) == {"global_step3", "global_step4", *(f"own{i}" for i in range(4))}
+    assert CheckpointFolder(tmp_path / "other").tags() == ["global_step3", "global_step4"]
+
+
+def test_a_training_that_goes_back_replaces_what_it_does_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a path may be relative and new
+    case = case_with("runs/a", every_steps=1)
+    with engine_for(case, 1) as engine:
+        run_steps(engine, case, 0, 3)
+        engine.load_checkpoint("runs/a", "global_step1")
+        run_steps(engine, case, 7, 1)
+        target = CheckpointFolder(tmp_path / "runs" / "a")
+        assert target.latest() == "global_step2" and target.tags() == ["global_step1", "global_step3", "global_step2"]
+
+
+@on_ranks(2)
+def test_ranks_that_give_different_tags_use_that_of_rank_0(tmp_path: Path) -> None:
+    with engine_for(CASE, 2) as engine:
+        for first, second, tag in (("zero", "one", "zero"), (None, "mine", "global_step0"), ("own", None, "own")):
+            assert engine.save_checkpoint(tmp_path, second if engine.rank else first) == tag
+        assert engine.load_checkpoint(tmp_path, ["zero", "nowhere"][engine.rank]) == {}
+    target = CheckpointFolder(tmp_path)
+    assert target.tags() == ["zero", "global_step0", "own"]
+    assert [target.open(tag).manifest.has_own_tag for tag in target.tags()] == [True, False, True]
+
+
+@on_ranks(2)
+def test_a_tag_that_is_no_name_of_a_folder_is_an_error_on_all(tmp_path: Path) -> None:
+    refused = "failed on rank 0: tag: expected a folder name"
+    with engine_for(CASE, 2) as engine:
+        for tag in ("a/b", "", "..", "latest"):
+            text = refusal(engine.save_checkpoint, tmp_path, tag, kind=CheckpointError)
+            assert text.startswith(f"saving checkpoint '{tag}' to {tmp_path} {refused}")
+            assert f"found {tag!r}. What was saved before is as it was" in text
+            text = refusal(engine.load_checkpoint, tmp_path, tag, kind=CheckpointError)
+            assert text.startswith("looking for ") and refused in text
+        run_steps(engine, CASE, 0, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_saving_between_microbatches_is_refused_and_loading_forgets_their_gradients(tmp_path: Path, stage: int) -> None:
+    case = Case(short_gpt, token_batch, stage, accumulation=3)
+    with engine_for(case, 1) as engine:
+        run_steps(engine, case, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = run_steps(engine, case, 1, 2)
+        for number in (1, 2):
+            engine.backward(engine(*case.batch(9, GLOBAL_ROWS)))
+            engine.step()
+            assert refusal(engine.save_checkpoint, tmp_path) == (
+                f"save_checkpoint: expected a call between steps, found {number} of 3 microbatches done "
+                "(gradient_accumulation_steps); gradients are not saved, so call it after engine.step() has updated"
+            )
+            assert engine.save_checkpoint(tmp_path, "within", within_step=True) == "within"
+        engine.load_checkpoint(tmp_path, "global_step1")
+        assert run_steps(engine, case, 1, 2).losses == expected.losses
+        assert engine.save_checkpoint(tmp_path) == "global_step3"

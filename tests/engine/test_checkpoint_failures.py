@@ -23,7 +23,7 @@ from lowtide.checkpoint.folder import CheckpointFolder
 from tests.checkpoint.making import put, resign
 from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on
 from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, refusal
 
 GPT = Case(short_gpt, token_batch, 3)
@@ -57,67 +57,46 @@ def without_room(way: str, rank: int) -> Iterator[None]:
         yield
 
 
-def save_without_room(folder: Path, way: str, tag: str) -> tuple[str, list[float], list[float]]:
-    """Trains on after the failure; the text, and the losses before and after a way back."""
-    engine = engine_for(GPT, 2)
-    run_steps(engine, GPT, 0, 1)
-    engine.save_checkpoint(folder)
-    run_steps(engine, GPT, 1, 1)
-    with without_room(way, engine.rank):
-        text = refusal(engine.save_checkpoint, folder, tag, kind=CheckpointError)
-    first = run_steps(engine, GPT, 2, 2).losses
-    engine.save_checkpoint(folder, "c")
-    engine.load_checkpoint(folder, "global_step1")
-    run_steps(engine, GPT, 1, 1)
-    second = run_steps(engine, GPT, 2, 2).losses
-    engine.close()
-    return text, first, second
-
-
 @pytest.mark.parametrize("way", [*WAYS, "limit"])
-def test_a_full_disk_on_one_rank_is_an_error_on_all_and_training_goes_on(
-    ranks: RankPool, tmp_path: Path, way: str
-) -> None:
+@on_ranks(2)
+def test_a_full_disk_on_one_rank_is_an_error_on_all_and_training_goes_on(tmp_path: Path, way: str) -> None:
     tag = "global_step1" if way in ("data", "metadata") else "b"  # of these two in the place of what is there
     cause = "ranks 0, 1: File too large" if way == "limit" else f"rank {WAYS[way][0]}: No space left on device"
-    for text, first, second in ranks(2, save_without_room, tmp_path, way, tag):
+    with engine_for(GPT, 2) as engine:
+        run_steps(engine, GPT, 0, 1)
+        engine.save_checkpoint(tmp_path)
+        run_steps(engine, GPT, 1, 1)
+        with without_room(way, engine.rank):
+            text = refusal(engine.save_checkpoint, tmp_path, tag, kind=CheckpointError)
         assert text == f"saving checkpoint '{tag}' to {tmp_path} failed on {cause}. {INTACT}"
-        assert first == second
+        first = run_steps(engine, GPT, 2, 2).losses
+        engine.save_checkpoint(tmp_path, "c")
+        engine.load_checkpoint(tmp_path, "global_step1")
+        run_steps(engine, GPT, 1, 1)
+        assert run_steps(engine, GPT, 2, 2).losses == first
     assert {path.name for path in tmp_path.iterdir()} - {"latest.new"} == {"latest", "global_step1", "c"}
     for kept in ("global_step1", "c"):
         CheckpointFolder(tmp_path).open(kept).verify()
 
 
-def save_where_not_possible(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_a_folder_that_cannot_be_written_by_all_is_an_error_on_all(tmp_path: Path) -> None:
     """In the place of a file, below it, and each rank in a folder of its own."""
-    engine = engine_for(GPT, 2)
-    paths = (folder / "file", folder / "file" / "below", folder / str(engine.rank))
-    texts = [refusal(engine.save_checkpoint, path, "a", kind=CheckpointError) for path in paths]
-    run_steps(engine, GPT, 0, 1)
-    engine.close()
-    return texts
-
-
-def test_a_folder_that_cannot_be_written_by_all_is_an_error_on_all(ranks: RankPool, tmp_path: Path) -> None:
-    file = tmp_path / "file"
+    file, below = tmp_path / "file", tmp_path / "file" / "below"
     file.write_text("x")
-    for first, below, apart in ranks(2, save_where_not_possible, tmp_path):
-        assert first == f"saving checkpoint 'a' to {file} failed on rank 0: File exists: {file}. {INTACT}"
-        below_it = file / "below"
-        assert below == f"saving checkpoint 'a' to {below_it} failed on rank 0: Not a directory: {below_it}. {INTACT}"
-        assert f"failed on rank 1: {tmp_path}/1/.saving-a is not there; all ranks must see one folder, for" in apart
+    with engine_for(GPT, 2) as engine:
+        own = tmp_path / str(engine.rank)
+        for path, words in (
+            (file, f"saving checkpoint 'a' to {file} failed on rank 0: File exists: {file}. {INTACT}"),
+            (below, f"saving checkpoint 'a' to {below} failed on rank 0: Not a directory: {below}. {INTACT}"),
+            (own, f"failed on rank 1: {tmp_path}/1/.saving-a is not there; all ranks must see one folder, for"),
+        ):
+            assert words in refusal(engine.save_checkpoint, path, "a", kind=CheckpointError)
+        run_steps(engine, GPT, 0, 1)
     assert list((tmp_path / "0").iterdir()) == []
 
 
 # -- loading ---------------------------------------------------------------------------------------------------------
-
-
-def two_checkpoints(folder: Path) -> None:
-    engine = engine_for(DEEP, 2)
-    for step in range(2):
-        run_steps(engine, DEEP, step, 1)
-        engine.save_checkpoint(folder, f"good{step}")
-    engine.close()
 
 
 def flip(content: bytes) -> bytes:
@@ -141,12 +120,15 @@ DAMAGES: list[tuple[str, Callable[[bytes], bytes], str, str]] = [
 ]
 
 
-def load_damaged(folder: Path) -> list[tuple[str, int]]:
-    """For each damage: the error, and the step after the checkpoint that it offers."""
-    found = []
+@on_ranks(2)
+def test_damage_is_named_on_every_rank_and_the_other_checkpoint_offered(tmp_path: Path) -> None:
+    offer = "The newest other checkpoint is 'good0': load_checkpoint(folder, tag=\"good0\"). "
     with engine_for(DEEP, 2) as engine:
-        for name, damage, _, _ in DAMAGES:
-            path = folder / "good1" / name
+        for step in range(2):
+            run_steps(engine, DEEP, step, 1)
+            engine.save_checkpoint(tmp_path, f"good{step}")
+        for name, damage, words, end in DAMAGES:
+            path = tmp_path / "good1" / name
             content = path.read_bytes()
             for values in (damage(content), content):
                 dist.barrier()
@@ -154,21 +136,12 @@ def load_damaged(folder: Path) -> list[tuple[str, int]]:
                     path.write_bytes(values)
                 dist.barrier()
                 if values is not content:
-                    text = refusal(engine.load_checkpoint, folder, kind=CheckpointError)
-                    engine.load_checkpoint(folder, tag="good0")
+                    text = refusal(engine.load_checkpoint, tmp_path, kind=CheckpointError)
+                    assert text.startswith(f"loading checkpoint 'good1' from {tmp_path} failed on "), text
+                    assert f"{path}: expected " in text and words in text and offer + end in text, text
+                    engine.load_checkpoint(tmp_path, tag="good0")
                     run_steps(engine, DEEP, engine.global_step, 1)
-                    found.append((text, engine.global_step))
-    return found
-
-
-def test_damage_is_named_on_every_rank_and_the_other_checkpoint_offered(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, two_checkpoints, tmp_path)
-    offer = "The newest other checkpoint is 'good0': load_checkpoint(folder, tag=\"good0\"). "
-    for found in ranks(2, load_damaged, tmp_path):
-        for (name, _, words, end), (text, step) in zip(DAMAGES, found, strict=True):
-            assert text.startswith(f"loading checkpoint 'good1' from {tmp_path} failed on "), text
-            assert f"{tmp_path}/good1/{name}: expected " in text and words in text and offer + end in text, text
-            assert step == 2
+                    assert engine.global_step == 2
     CheckpointFolder(tmp_path).open("good1").verify()
 
 
@@ -182,17 +155,14 @@ def test_metadata_for_other_readers_is_not_needed_and_verified_on_demand(tmp_pat
     assert f"{path}: expected the file as written, found it altered" in text
 
 
-def load_what_is_not_there(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_no_checkpoint_at_all_is_an_error_of_its_own(tmp_path: Path) -> None:
     with engine_for(GPT, 2) as engine:
-        return [refusal(engine.load_checkpoint, folder, tag, kind=NoCheckpointError) for tag in (None, "a")]
-
-
-def test_no_checkpoint_at_all_is_an_error_of_its_own(ranks: RankPool, tmp_path: Path) -> None:
-    for texts in ranks(2, load_what_is_not_there, tmp_path):
-        assert texts == [
-            f"{tmp_path}: expected a file `latest` that names a checkpoint, found none and no checkpoint",
-            f"{tmp_path}: expected a checkpoint with the tag 'a', found none",
-        ]
+        for tag, words in (
+            (None, "expected a file `latest` that names a checkpoint, found none and no checkpoint"),
+            ("a", "expected a checkpoint with the tag 'a', found none"),
+        ):
+            assert refusal(engine.load_checkpoint, tmp_path, tag, kind=NoCheckpointError) == f"{tmp_path}: {words}"
 
 
 def test_a_checkpoint_of_an_island_loads_from_its_own_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -338,27 +308,16 @@ def test_odd_content_is_one_kind_of_error_on_all_ranks_and_changes_nothing(ranks
         assert changed == [], name
 
 
-def give_no_path(folder: Path) -> list[str]:
+@on_ranks(2)
+def test_no_path_is_not_the_working_directory(tmp_path: Path) -> None:
     """Rank 1 has lost its path, rank 0 has not; then both have."""
-    engine, before = engine_for(CASE, 2), os.getcwd()
-    os.chdir(folder)
-    try:
-        texts = [
-            refusal(call, path, kind=CheckpointError)
-            for call in (engine.save_checkpoint, engine.load_checkpoint, engine.export, engine.load_weights)
-            for path in ("", "" if engine.rank else "some")
-        ]
-    finally:
-        os.chdir(before)
-    run_steps(engine, CASE, 0, 1)
-    engine.close()
-    return texts
-
-
-def test_no_path_is_not_the_working_directory(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks(2, give_no_path, tmp_path)
     words = "expected the path of a folder (\".\" for the working directory), found ''"
-    assert all(f"ranks 0, 1: {words}" in text for text in first[0::2])
-    assert all(words in text for text in first[1::2] + second)
-    assert first[0].startswith("saving checkpoint 'global_step0' to \"\" failed on ranks 0, 1: ")
+    os.chdir(tmp_path)
+    with engine_for(CASE, 2) as engine:
+        for call in (engine.save_checkpoint, engine.load_checkpoint, engine.export, engine.load_weights):
+            text = refusal(call, "", kind=CheckpointError)
+            assert f"ranks 0, 1: {words}" in text or (engine.rank and words in text)
+            assert call != engine.save_checkpoint or text.startswith("saving checkpoint 'global_step0' to \"\" failed")
+            assert words in refusal(call, "" if engine.rank else "some", kind=CheckpointError)
+        run_steps(engine, CASE, 0, 1)
     assert list(tmp_path.iterdir()) == []

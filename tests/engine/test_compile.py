@@ -20,8 +20,8 @@ from tests.engine.adapted import base, lora, tokens
 from tests.kit import models
 from tests.kit.compiling import with_a_new_compiler
 from tests.kit.grids import pairs
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, refusal, settings, share_of, take_step
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Case, differences, refusal, settings, share_of, take_step
 
 LAYERS = 3
 KINDS = ["block", "embedding", "norm", "head"]
@@ -118,17 +118,15 @@ def train_compiled(case: Case, how: str) -> tuple[list[float], list[Any], Any]:
         return losses, counts, engine.state_dict()
 
 
-def train_in_each_way(case: Case, hows: list[str]) -> list[Any]:
-    return [train_compiled(case, how) for how in ("not at all", *hows)]
-
-
-def test_compiled_training_is_the_same(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_compiled_training_is_the_same() -> None:
     """fullgraph=True has raised where a graph breaks."""
     config = {"communication": {"transport": "sockets"}, "activation_checkpointing": {"every": 2}}
-    plain, *found = ranks(2, train_in_each_way, CASE.at(3, config=config), HOW)[0]
-    for how, (losses, counts, state) in zip(HOW, found, strict=True):
-        assert losses == plain[0], how
-        assert list(state) == list(plain[2]) and all(torch.equal(state[name], plain[2][name]) for name in state)
+    case = CASE.at(3, config=config)
+    plain = train_compiled(case, "not at all")
+    for how in HOW:
+        losses, counts, state = train_compiled(case, how)
+        assert losses == plain[0] and differences(state, plain[2]) == [], how
         kinds, calls = (len(KINDS), LAYERS + 3) if "model" in how else (1, LAYERS)  # two blocks are recomputed
         assert counts == [(kinds, (calls + 2) * step) for step in range(1, CASE.steps + 1)], how
 
@@ -272,24 +270,24 @@ def four_steps_of_tokens() -> nn.Module:
     return StepsOfTokens(4).double()
 
 
-IN_STAGES: dict[str, tuple[int, dict[str, Any]]] = {
-    "pipeline": (2, {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}),
-    "layer by layer": (1, {"zero_optimization": {"layered_gradient_accumulation": True}}),
-}
-
-
-@pytest.mark.parametrize("name", IN_STAGES)
-def test_blocks_of_stages_are_compiled_and_nothing_else(ranks: RankPool, name: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [
+        (2, {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}),
+        (1, {"zero_optimization": {"layered_gradient_accumulation": True}}),
+    ],
+    ids=["pipeline", "layer by layer"],
+)
+@on_ranks("size")
+def test_blocks_of_stages_are_compiled_and_nothing_else(size: int, config: dict[str, Any]) -> None:
     """The code around them runs on absent tensors. A mode of torch around the blocks would be a second graph."""
-    size, config = IN_STAGES[name]
     config = config | {"activation_checkpointing": {"every": 1}}
     case = CASE.at(1, build=four_steps_of_tokens, config=config, accumulation=4)
-    hows = ["model wrapped", "blocks after"]
-    for plain, *found in ranks(size, train_in_each_way, case, hows):
-        for losses, counts, state in found:
-            assert losses == plain[0] and list(state) == list(plain[2])
-            # Four microbatches, two steps, and each block runs again in its backward.
-            assert counts[1] == (1, 4 // size * 4 * 2 * 2)
+    plain = train_compiled(case, "not at all")
+    for how in ("model wrapped", "blocks after"):
+        losses, counts, state = train_compiled(case, how)
+        assert losses == plain[0] and list(state) == list(plain[2])
+        assert counts[1] == (1, 4 // size * 4 * 2 * 2)  # four microbatches, two steps, and each block again in backward
 
 
 SOCKETS = {"communication": {"transport": "sockets"}}
@@ -324,21 +322,14 @@ def train_case(case: Case, by_run: bool) -> Trained:
     return train(case.build, case.as_config(), case.steps, take)
 
 
-def train_cases(cases: list[Case], by_run: bool = False) -> list[Trained]:
-    return [train_case(case, by_run) for case in cases]
-
-
 @pytest.mark.parametrize("by_run", [False, True])
-def test_blocks_are_one_graph_and_compute_the_same(ranks: RankPool, by_run: bool) -> None:
+@on_ranks(2)
+def test_blocks_are_one_graph_and_compute_the_same(by_run: bool) -> None:
     recomputed = SOCKETS | {"activation_checkpointing": {"every": 1}}
     offload = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
-    beside: list[tuple[int, dict[str, Any]]] = [  # with the stage
-        (0, {}),
-        (3, recomputed | {"zero_optimization": offload}),
-    ]
-    cases = [CASE.at(stage, config=others | EAGER_BLOCKS) for stage, others in beside]
-    (plain, _), *compiled = ranks(2, train_cases, [CASE.at(0), *cases], by_run)[0]
-    for losses, counts in compiled:
+    plain, _ = train_case(CASE.at(0), by_run)
+    for stage, beside in ((0, {}), (3, recomputed | {"zero_optimization": offload})):
+        losses, counts = train_case(CASE.at(stage, config=beside | EAGER_BLOCKS), by_run)
         assert losses == pytest.approx(plain, abs=1e-6)
         assert counts == [(1, 0, 0)] * CASE.steps
 
@@ -348,17 +339,14 @@ def by_aot_eager(graph: Any, inputs: Any, **options: Any) -> Any:
     return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
 
-def train_by_inductor() -> tuple[list[Trained], int]:
-    """Without and with the compiler; and how many graphs inductor was given."""
+@on_ranks(1)
+def test_inductor_is_given_each_graph() -> None:
     with_a_new_compiler()  # to import inductor warns
+    plain, _ = train_case(SMALL.at(3), by_run=False)
     with patch("torch._inductor.compile_fx.compile_fx", side_effect=by_aot_eager) as compile_fx:
-        return train_cases([SMALL.at(3), SMALL.at(3, config={"compile": {"blocks": True}})]), compile_fx.call_count
-
-
-def test_inductor_is_given_each_graph(ranks: RankPool) -> None:
-    ((plain, _), (losses, counts)), num_graphs = ranks(1, train_by_inductor)[0]
+        losses, counts = train_case(SMALL.at(3, config={"compile": {"blocks": True}}), by_run=False)
     assert losses == pytest.approx(plain, abs=1e-6)
-    assert num_graphs and counts == [(num_graphs, 0, 0)] * SMALL.steps
+    assert compile_fx.call_count and counts == [(compile_fx.call_count, 0, 0)] * SMALL.steps
 
 
 def train_llama(build: Any, stage: int, both: dict[str, Any], compiled: dict[str, Any]) -> list[Trained]:
@@ -370,9 +358,10 @@ def train_llama(build: Any, stage: int, both: dict[str, Any], compiled: dict[str
     return [train(build, settings(stage, **both, **more), 4, take) for more in ({}, compiled)]
 
 
-def test_blocks_of_hugging_face_with_adapters_of_peft(ranks: RankPool) -> None:
+@on_ranks(1)
+def test_blocks_of_hugging_face_with_adapters_of_peft() -> None:
     pytest.importorskip("peft")
-    (plain, _), (losses, counts) = ranks(1, train_llama, lora, 3, {}, EAGER_BLOCKS)[0]
+    (plain, _), (losses, counts) = train_llama(lora, 3, {}, EAGER_BLOCKS)
     assert losses == pytest.approx(plain, abs=1e-6)
     assert [(graphs, broken) for graphs, broken, _ in counts[1:]] == [(counts[1][0], 0)] * 3
 
@@ -380,11 +369,12 @@ def test_blocks_of_hugging_face_with_adapters_of_peft(ranks: RankPool) -> None:
 FULLGRAPH = {"compile": {"blocks": True, "backend": "aot_eager", "fullgraph": True}}
 
 
-def test_kernels_by_name_are_operators_of_one_graph(ranks: RankPool) -> None:
+@on_ranks(1)
+def test_kernels_by_name_are_operators_of_one_graph() -> None:
     """fullgraph=True raises where a launch breaks the graph."""
     more: dict[str, Any] = {"kernels": {"fuse_modules": ["rms_norm", "gated_mlp", "rotary_embedding"]}}
     more |= {"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}}
-    (plain, _), (losses, counts) = ranks(1, train_llama, base, 3, more, FULLGRAPH)[0]
+    (plain, _), (losses, counts) = train_llama(base, 3, more, FULLGRAPH)
     assert losses == pytest.approx(plain, rel=2**-7)
     assert counts[2:] == [(counts[2][0], 0, 0)] * 2
 
@@ -421,12 +411,10 @@ def test_auto_leaves_compiled_blocks_to_the_compiler(
         assert [line for line in caplog.messages if "fuse" in line] == said
 
 
-def refused() -> str:
-    return refusal(lowtide.initialize, base(), settings(parallel={"tensor": 2}, **EAGER_BLOCKS))
-
-
-def test_beside_a_tensor_split_it_is_refused(ranks: RankPool) -> None:
-    assert "found compile.blocks: collectives of split layers" in ranks(2, refused)[0]
+@on_ranks(2)
+def test_beside_a_tensor_split_it_is_refused() -> None:
+    text = refusal(lowtide.initialize, base(), settings(parallel={"tensor": 2}, **EAGER_BLOCKS))
+    assert "found compile.blocks: collectives of split layers" in text
 
 
 def test_a_cpu_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.offload import FileStore, OffloadError
-from tests.kit.models import FEATURES, Explodes, mlp, short_gpt, token_batch, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, differences, start, take_step
 from tests.zero.delayed_update import train_delayed
 from tests.zero.test_delayed_update import delayed, in_precision
@@ -59,23 +58,18 @@ def test_a_save_loads_where_nothing_is_delayed(ranks: RankPool, tmp_path: Path) 
     assert again == train_delayed(GPT, 2, settled_after=(2, 3, 4)).losses[3:]
 
 
-def looked_at(case: Case, looks: bool) -> tuple[list[float], list[float]]:
-    """Losses of steps, and of evaluations between them."""
-    losses, evaluated = [], []
+@on_ranks(2)
+def test_evaluating_and_looking_change_nothing(tmp_path: Path) -> None:
+    case, losses, evaluated = delayed(GPT, 3, tmp_path), list[float](), list[float]()
+    with start(case) as engine:
+        plain = take_steps(engine, case, 0, case.steps)
     with start(case) as engine:
         for step in range(case.steps):
             losses += take_steps(engine, case, step, step + 1)
-            if looks:
-                evaluated.append(engine.eval_step(case.share(engine, step + 1)).item())
-                engine.memory()
-                with engine.gathered():
-                    assert all(bool(param.isfinite().all()) for param in engine.module.parameters())
-    return losses, evaluated
-
-
-def test_evaluating_and_looking_change_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    case = delayed(GPT, 3, tmp_path)
-    (plain, _), (losses, evaluated) = (ranks(2, looked_at, case, looks)[0] for looks in (False, True))
+            evaluated.append(engine.eval_step(case.share(engine, step + 1)).item())
+            engine.memory()
+            with engine.gathered():
+                assert all(bool(param.isfinite().all()) for param in engine.module.parameters())
     assert losses == plain
     assert evaluated[:-1] == losses[1:]  # what is evaluated is what the next step computes with
 
@@ -101,24 +95,20 @@ def test_what_is_given_out_has_all_updates(ranks: RankPool, tmp_path: Path) -> N
         assert differences(expected, values) == []
 
 
-def losses_around_a_change(case: Case) -> tuple[list[float], list[float]]:
-    """Of two batches after all parameters were set: evaluated, and as the losses of two steps."""
+@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (3, "fp32")])
+@on_ranks(2)
+def test_a_change_of_parameters_comes_after_the_update_that_is_under_way(
+    tmp_path: Path, stage: int, precision: str
+) -> None:
+    """Both steps compute with what was set: the first one's own update is late, and there is none before it."""
+    case = delayed(in_precision(GPT, precision), stage, tmp_path)
     with start(case) as engine:
         take_steps(engine, case, 0, 3)
         with torch.no_grad(), engine.gathered(modify=True):
             for param in engine.module.parameters():
                 param.fill_(0.5)
         evaluated = [engine.eval_step(case.share(engine, step)).item() for step in (3, 4)]
-        return evaluated, take_steps(engine, case, 3, 5)
-
-
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (3, "fp32")])
-def test_a_change_of_parameters_comes_after_the_update_that_is_under_way(
-    ranks: RankPool, tmp_path: Path, stage: int, precision: str
-) -> None:
-    """Both steps compute with what was set: the first one's own update is late, and there is none before it."""
-    evaluated, losses = ranks(2, losses_around_a_change, delayed(in_precision(GPT, precision), stage, tmp_path))[0]
-    assert losses == evaluated
+        assert take_steps(engine, case, 3, 5) == evaluated
 
 
 TOLD = (
@@ -152,50 +142,42 @@ def broken_updates(engine: lowtide.Engine) -> Iterator[None]:
         Sgd.before_step = staticmethod(lambda: None)
 
 
-def break_and_recover(case: Case, folder: Path) -> tuple[list[str], list[float], list[float]]:
-    """What is raised after rank 1 failed in update 2; losses after a load of an earlier save, and in another engine."""
+@on_ranks(2)
+def test_an_error_in_the_background_is_raised_on_every_rank_until_a_checkpoint_is_loaded(tmp_path: Path) -> None:
+    case = delayed(OWN, 3, tmp_path)
     with start(case, optimizer=Sgd) as engine:
         take_steps(engine, case, 0, 1)
-        engine.save_checkpoint(folder / "saved")
+        engine.save_checkpoint(tmp_path / "saved")
         with broken_updates(engine):
             take_steps(engine, case, 1, 2)
         found = [error_of(take_step, engine, case, 2) for _ in range(2)]
-        found += [error_of(engine.state_dict), error_of(engine.save_checkpoint, folder)]
-        found += [error_of(engine.export, folder / "weights")]
-        engine.load_checkpoint(folder / "saved")
+        found += [error_of(engine.state_dict), error_of(engine.save_checkpoint, tmp_path)]
+        assert [*found, error_of(engine.export, tmp_path / "weights")] == [TOLD] * 5
+        engine.load_checkpoint(tmp_path / "saved")
         again = take_steps(engine, case, 1, 4)
     with start(case, optimizer=Sgd) as engine:
-        engine.load_checkpoint(folder / "saved")
-        return found, again, take_steps(engine, case, 1, 4)
+        engine.load_checkpoint(tmp_path / "saved")
+        assert take_steps(engine, case, 1, 4) == again
 
 
-def test_an_error_in_the_background_is_raised_on_every_rank_until_a_checkpoint_is_loaded(
-    ranks: RankPool, tmp_path: Path
+@pytest.mark.parametrize(("how", "expected"), [("state_dict", (TOLD, "none")), ("close", ("none", TOLD))])
+@on_ranks(2)
+def test_an_error_that_was_not_told_is_told_by_the_next_call_or_by_close(
+    tmp_path: Path, how: str, expected: tuple[str, str]
 ) -> None:
-    for found, again, expected in ranks(2, break_and_recover, delayed(OWN, 3, tmp_path), tmp_path):
-        assert found == [TOLD] * 5
-        assert again == expected
-
-
-def break_before_the_end(case: Case, how: str) -> tuple[str, str]:
-    """What is raised by the call that comes first after a failure, and by close."""
+    case = delayed(OWN, 1, tmp_path)
     engine = start(case, optimizer=Sgd)
     take_steps(engine, case, 0, 1)
     with broken_updates(engine):
         take_steps(engine, case, 1, 2)
     first = error_of(engine.state_dict) if how == "state_dict" else "none"
-    return first, error_of(engine.close)
+    assert (first, error_of(engine.close)) == expected
 
 
-@pytest.mark.parametrize(("how", "expected"), [("state_dict", (TOLD, "none")), ("close", ("none", TOLD))])
-def test_an_error_that_was_not_told_is_told_by_the_next_call_or_by_close(
-    ranks: RankPool, tmp_path: Path, how: str, expected: tuple[str, str]
-) -> None:
-    assert ranks(2, break_before_the_end, delayed(OWN, 1, tmp_path), how) == [expected, expected]
-
-
-def break_the_drive(case: Case) -> list[str]:
-    """What is raised in each step when rank 1's file cannot be written in the second."""
+@on_ranks(2)
+def test_an_error_of_the_drive_is_raised_on_every_rank_in_the_next_step(tmp_path: Path) -> None:
+    """Rank 1's file cannot be written in the second step."""
+    case = delayed(MLP, 1, tmp_path, "nvme")
     fails_later = mock.Mock(**{"wait.side_effect": OffloadError("the drive is full")})
     with start(case) as engine:  # whose close says nothing more
         found = [error_of(take_step, engine, case, 0)]
@@ -204,12 +186,8 @@ def break_the_drive(case: Case) -> list[str]:
         with mock.patch.object(FileStore, "save", save):
             found.append(error_of(take_step, engine, case, 1))
             engine.memory()  # waits for its update
-        return [*found, error_of(take_step, engine, case, 2)]
-
-
-def test_an_error_of_the_drive_is_raised_on_every_rank_in_the_next_step(ranks: RankPool, tmp_path: Path) -> None:
-    told = TOLD.replace("RuntimeError: the third disk", "OffloadError: the drive is full")
-    assert ranks(2, break_the_drive, delayed(MLP, 1, tmp_path, "nvme")) == [["none", "none", told]] * 2
+        found.append(error_of(take_step, engine, case, 2))
+    assert found == ["none", "none", TOLD.replace("RuntimeError: the third disk", "OffloadError: the drive is full")]
 
 
 def test_a_failure_that_a_load_makes_void_is_logged(
@@ -224,28 +202,6 @@ def test_a_failure_that_a_load_makes_void_is_logged(
             engine.load_checkpoint(tmp_path / "saved")
     told = TOLD.replace("update 2", "update 1").replace("rank 1", "rank 0")
     assert [record.getMessage() for record in caplog.records] == [told]
-
-
-def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:
-    return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(step)),)
-
-
-def values_after_a_bad_step(case: Case, is_bad: bool) -> dict[str, Tensor]:
-    with start(case) as engine:
-        for step in range(4):
-            if is_bad and step == 2:
-                vars(engine.module)["factor"] = 2.0
-                with pytest.raises(NonFiniteGradientError, match="No parameter was updated"):
-                    take_step(engine, case, step)
-                vars(engine.module)["factor"] = 0.0
-            take_step(engine, case, step)
-        return engine.state_dict()
-
-
-def test_a_bad_gradient_leaves_the_update_before_it_under_way(ranks: RankPool, tmp_path: Path) -> None:
-    case = delayed(Case(Explodes, rows_of), 1, tmp_path, "nvme")
-    plain, found = (ranks(2, values_after_a_bad_step, case, is_bad)[0] for is_bad in (False, True))
-    assert differences(plain, found) == []
 
 
 @pytest.mark.parametrize("stage", [0, 3])

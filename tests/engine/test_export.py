@@ -16,7 +16,7 @@ from tests.checkpoint.making import read_by_library
 from tests.engine.plain_weights import Everything, engine_of, saved_once
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, differences, refusal
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -151,40 +151,35 @@ class WithBrokenConfig(models.Mlp):
         self.config = BrokenConfig()
 
 
-def errors_of_export(folder: str) -> list[str]:
-    """Of files that cannot grow beyond 10000 bytes on rank 0, on rank 1; of a folder; of a model; of settings."""
-    texts = []
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with engine_of(3, {}, steps=0) as engine:
-        for limited_rank in (0, 1):
-            if engine.rank == limited_rank:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-            texts.append(refusal(engine.export, f"{folder}/3", kind=CheckpointError))
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        texts.append(refusal(engine.export, f"{folder}/file/out", kind=CheckpointError))
-        texts.append(refusal(engine.export, f"{folder}/out", dtype="int8"))
-        texts.append(refusal(engine.export, f"{folder}/out", shard_bytes="many"))
-    case = Case(WithBrokenConfig, models.vector_batch, 3)
-    with lowtide.initialize(case.build(), case.as_config()) as engine:
-        return [*texts, refusal(engine.export, f"{folder}/out", kind=CheckpointError)]
-
-
-def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_what_was_there(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, export_at, [3], {}, str(tmp_path))
+@on_ranks(2)
+def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_what_was_there(tmp_path: Path) -> None:
+    """Of files that cannot grow beyond 10000 bytes on a rank; of a folder; of settings; of a model."""
+    export_at([3], {}, str(tmp_path))
     (tmp_path / "file").touch()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    texts, others = ranks(2, errors_of_export, str(tmp_path))
-    assert texts == others
-    *full, below_file, dtype, shard_bytes, configuration = texts
-    for rank, text in enumerate(full):
-        assert text.startswith(
-            f"export to {tmp_path}/3 failed on rank {rank}: File too large: {tmp_path}/3/.unfinished-export/"
-            f"model.safetensors. Nothing else in {tmp_path}/3 has changed."
-        )
-    path = f"{tmp_path}/file/out"
-    assert below_file.startswith(f"export to {path} failed on rank 0: Not a directory: {path}")
-    assert dtype.startswith('dtype: expected one of "fp32"') and dtype.endswith("found 'int8'")
-    assert shard_bytes.startswith("shard_bytes: expected") and shard_bytes.endswith("found 'many'")
-    assert "failed on rank 0: the model's configuration (BrokenConfig) could not be saved: 'rope'" in configuration
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with engine_of(3, {}, steps=0) as engine:
+        for limited in (0, 1):
+            if engine.rank == limited:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+            text = refusal(engine.export, tmp_path / "3", kind=CheckpointError)
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert text.startswith(
+                f"export to {tmp_path}/3 failed on rank {limited}: File too large: {tmp_path}/3/.unfinished-export/"
+                f"model.safetensors. Nothing else in {tmp_path}/3 has changed."
+            )
+        path = f"{tmp_path}/file/out"
+        text = refusal(engine.export, path, kind=CheckpointError)
+        assert text.startswith(f"export to {path} failed on rank 0: Not a directory: {path}")
+        for options, words, end in (
+            ({"dtype": "int8"}, 'dtype: expected one of "fp32"', "found 'int8'"),
+            ({"shard_bytes": "many"}, "shard_bytes: expected", "found 'many'"),
+        ):
+            text = refusal(engine.export, tmp_path / "out", **options)
+            assert text.startswith(words) and text.endswith(end)
+    case = Case(WithBrokenConfig, models.vector_batch, 3)
+    with lowtide.initialize(case.build(), case.as_config()) as engine:
+        text = refusal(engine.export, tmp_path / "out", kind=CheckpointError)
+    assert "failed on rank 0: the model's configuration (BrokenConfig) could not be saved: 'rope'" in text
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     assert not (tmp_path / "out").exists()

@@ -12,8 +12,8 @@ import lowtide
 from lowtide.model import float8
 from tests.kit.compiling import ignore_warning_of_compiler
 from tests.kit.models import TinyGPT, token_batch
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, refusal, settings, train_all
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, Outcome, assert_alike, refusal, settings, train_all
 
 pytest.importorskip("torchao")
 
@@ -44,12 +44,11 @@ def trained(cases: list[Case]) -> list[Outcome]:
     return train_all(cases)
 
 
-def test_every_stage_has_the_same_bits_and_losses_near_bf16(ranks: RankPool) -> None:
-    plain, *outcomes = ranks(2, trained, [PLAIN, *CASES], timeout=240)[0]
-    tensorwise, tensorwise_3, rowwise, recomputed, compiled, excluded = outcomes
-    assert tensorwise.differences(tensorwise_3) == []
-    for other in (recomputed, compiled):
-        assert rowwise.differences(other) == []
+@on_ranks(2, timeout=240)
+def test_every_stage_has_the_same_bits_and_losses_near_bf16() -> None:
+    plain, tensorwise, tensorwise_3, rowwise, recomputed, compiled, excluded = trained([PLAIN, *CASES])
+    assert_alike([tensorwise, tensorwise_3])
+    assert_alike([rowwise, recomputed, compiled])
     different = [plain, tensorwise, rowwise, excluded]
     assert len({tuple(outcome.norms) for outcome in different}) == len(different)  # bf16 losses may be equal
     for outcome in different[1:]:

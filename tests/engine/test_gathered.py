@@ -10,7 +10,7 @@ import lowtide
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.grids import pairs
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, Outcome, assert_close, differences, refusal, start, take_step, train, train_plainly
 
 STAGES = (0, 1, 2, 3)
@@ -83,9 +83,9 @@ def test_changes_reach_every_shard(
         torch.testing.assert_close(found, seen, rtol=1e-9, atol=1e-9)
 
 
-def change_masters() -> list[Tensor]:
+@on_ranks(2)
+def test_changes_reach_the_master_weights_of_bf16() -> None:
     """Small steps after a change show whether the float32 master weights have its exact value."""
-    found = []
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "sgd", "params": {"lr": 1.0}}}
     for stage, transport in zip(STAGES, ROUTES * 2, strict=True):
         case = on(stage, transport, Case(models.mlp, models.vector_batch, config=config))
@@ -98,12 +98,7 @@ def change_masters() -> list[Tensor]:
             with engine.gathered(weight):
                 assert weight.dtype == torch.bfloat16
                 torch.testing.assert_close(weight.float(), torch.ones(3, 7), rtol=0, atol=1 / 128)
-            found.append(engine.full(weight))
-    return found
-
-
-def test_changes_reach_the_master_weights_of_bf16(ranks: RankPool) -> None:
-    for master in (one for of_rank in ranks(2, change_masters) for one in of_rank):
+            master = engine.full(weight)
         assert master.dtype == torch.float32 and bool((master != 1.0).any())
         torch.testing.assert_close(master, torch.ones(3, 7), rtol=0, atol=2e-3)
 
@@ -121,9 +116,17 @@ def assign_data(weight: Any) -> None:
     weight.data = torch.zeros_like(weight)
 
 
-def change_without_modify(transport: str, stages: tuple[int, ...]) -> list[str]:
-    """The errors where rank 1 changes what it is shown."""
-    found = []
+@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (0, 3)), ("sockets", (1, 2))])
+@on_ranks(2)
+def test_a_change_without_modify_is_an_error_on_every_rank(transport: str, stages: tuple[int, ...]) -> None:
+    """Rank 1 changes what it is shown."""
+    told = [
+        f"parameter 'last.weight' was changed inside engine.gathered() (zero.GatheredParameters in lowtide.deepspeed) "
+        f"on rank {rank}, but not all shards and master weights see it: use engine.gathered(parameter, modify=True), "
+        "and change it on every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's "
+        "values). Load the old values again if you need them"
+        for rank in ((0, 1) if transport == "shared_memory" else (1,))  # by sockets nobody else sees it
+    ]
     changes = (add_one, change_one_element_through_data, assign_data)
     for stage, change_it, bf16 in pairs(stages, changes, (False, True)):
         case = Case(models.mlp, models.vector_batch, config={"bf16": {"enabled": bf16}})
@@ -132,48 +135,25 @@ def change_without_modify(transport: str, stages: tuple[int, ...]) -> list[str]:
             with pytest.raises(ValueError) as error, engine.gathered(*([weight] if stage % 2 else [])):
                 if engine.rank == 1:
                     change_it(weight)
-            found.append(str(error.value))
-    return found
+            assert str(error.value) in told
 
 
-@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (0, 3)), ("sockets", (1, 2))])
-def test_a_change_without_modify_is_an_error_on_every_rank(
-    ranks: RankPool, transport: str, stages: tuple[int, ...]
-) -> None:
-    told = [
-        f"parameter 'last.weight' was changed inside engine.gathered() (zero.GatheredParameters in lowtide.deepspeed) "
-        f"on rank {rank}, but not all shards and master weights see it: use engine.gathered(parameter, modify=True), "
-        "and change it on every rank alike (or GatheredParameters(parameter, modifier_rank=0), which takes that rank's "
-        "values). Load the old values again if you need them"
-        for rank in ((0, 1) if transport == "shared_memory" else (1,))  # by sockets nobody else sees it
-    ]
-    for texts in ranks(2, change_without_modify, transport, stages):
-        assert set(texts) <= set(told)
-
-
-def interrupt_changes(transport: str) -> list[tuple[list[str], str, bool]]:
-    """By stage: what an error inside has changed; what a call inside says; does a step inside of a look work."""
-    found = []
-    for case in (on(stage, transport) for stage in STAGES):
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
+@on_ranks("world_size")
+def test_an_error_inside_of_a_change_leaves_all_as_it_was(world_size: int, transport: str) -> None:
+    """A call inside of a change is refused, and a step inside of a look works."""
+    for stage in STAGES:
+        case = on(stage, transport)
         with start(case) as engine:
             batch, before = case.share(engine, 0), engine.state_dict()
             with pytest.raises(KeyError), engine.gathered(modify=True):
                 change(engine.module)
                 raise KeyError
-            names = differences(before, engine.state_dict())
+            assert differences(before, engine.state_dict()) == []
             params = [engine.module.get_parameter(name) for name in CHANGED]
             with engine.gathered(*params, modify=True):
-                text = refusal(engine, *batch, kind=StateError)
+                assert "found engine.gathered(modify=True)" in refusal(engine, *batch, kind=StateError)
             with engine.gathered():
                 engine.eval_step(batch)
-                found.append((names, text, not engine.train_step(batch).skipped))
+                assert not engine.train_step(batch).skipped
             engine.train_step(batch)
-    return found
-
-
-@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
-def test_an_error_inside_of_a_change_leaves_all_as_it_was(ranks: RankPool, world_size: int, transport: str) -> None:
-    for names, text, has_stepped in (
-        one for of_rank in ranks(world_size, interrupt_changes, transport) for one in of_rank
-    ):
-        assert names == [] and has_stepped and "found engine.gathered(modify=True)" in text

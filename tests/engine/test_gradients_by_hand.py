@@ -13,8 +13,8 @@ import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_close, refusal, settings, train, train_plainly
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, Outcome, assert_alike, assert_close, refusal, settings, train, train_plainly
 
 GPT = Case(models.short_gpt, models.token_batch)
 MODES: dict[str, dict[str, Any]] = {
@@ -32,16 +32,12 @@ def clip(engine: Engine, case: Case, step: int) -> Any:
     return result
 
 
-def clip_both_ways(cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
-    return [(train(case, clip), train(case.at(case.stage, clip=0.3))) for case in cases]
-
-
-def test_clipping_by_hand_is_what_the_config_does(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_clipping_by_hand_is_what_the_config_does() -> None:
     """Which is compared with torch elsewhere; the factor is torch's own."""
-    places = zip((0, 3, 3), MODES.values(), strict=True)
-    cases = [GPT.at(stage, config={"zero_optimization": mode}) for stage, mode in places]
-    for case, (found, expected) in zip(cases, ranks(2, clip_both_ways, cases)[0], strict=True):
-        assert found.differences(expected) == [], case
+    for stage, mode in zip((0, 3, 3), MODES.values(), strict=True):
+        case = GPT.at(stage, config={"zero_optimization": mode})
+        assert_alike([train(case, clip), train(case.at(stage, clip=0.3))], case)
 
 
 MLP = Case(models.mlp_float64, models.vector_batch_float64, accumulation=2, clip=0.3, steps=3)
@@ -95,14 +91,11 @@ def test_steps_are_of_the_gradients_that_were_set(ranks: RankPool, tmp_path: Pat
         assert_close(found, expected, 1e-8, 1e-9, str(case))
 
 
-def set_on_one_rank_alone() -> None:
+@on_ranks(2)
+def test_ranks_that_set_different_kinds() -> None:
     with after_backward() as engine:
-        engine.set_gradient("last.bias", torch.ones(3) if engine.rank else None)
-
-
-def test_ranks_that_set_different_kinds(ranks: RankPool) -> None:
-    for failure in ranks.fails(2, set_on_one_rank_alone):
-        assert "expected None for 'last.bias' on all ranks or on none, found both" in failure.text
+        text = refusal(engine.set_gradient, "last.bias", torch.ones(3) if engine.rank else None, kind=Exception)
+    assert "expected None for 'last.bias' on all ranks or on none, found both" in text
 
 
 def backward(engine: Engine, step: int = 0) -> None:
@@ -123,22 +116,16 @@ def after_backward(stage: int = 0, **config: Any) -> Engine:
     return engine
 
 
-def largest_and_rest(stages: tuple[int, ...]) -> list[tuple[float, float, float]]:
-    """The largest element by `clip_grad_norm_`, by the gradients themselves, and the momentum after a norm of zero."""
-    found = []
-    for stage in stages:
+@on_ranks(2)
+def test_the_largest_element_and_a_norm_of_zero() -> None:
+    """By the gradients themselves; a norm of zero leaves no momentum."""
+    for stage in (0, 2, 3):
         with after_backward(stage) as engine:
             gradients = [engine.gradient(name) for name, _ in engine.named_parameters()]
             largest = max(gradient.abs().max().item() for gradient in gradients if gradient is not None)
-            norm = engine.clip_grad_norm_(0.0, norm_type=math.inf).item()
+            assert engine.clip_grad_norm_(0.0, norm_type=math.inf).item() == pytest.approx(largest, rel=1e-6)
             engine.step()
-            found.append((norm, largest, engine.full("last.bias", "exp_avg").abs().max().item()))
-    return found
-
-
-def test_the_largest_element_and_a_norm_of_zero(ranks: RankPool) -> None:
-    for norm, largest, momentum in ranks(2, largest_and_rest, (0, 2, 3))[0]:
-        assert norm == pytest.approx(largest, rel=1e-6) and momentum == 0.0
+            assert not engine.full("last.bias", "exp_avg").any()
 
 
 def test_float16_shows_gradients_without_the_scale() -> None:

@@ -16,8 +16,8 @@ from lowtide.watch.log import logger
 from tests.engine.test_deferred_model import assert_deferred_is_built
 from tests.kit import training
 from tests.kit.models import recomputing
-from tests.kit.ranks import RankPool
-from tests.kit.training import Outcome, settings
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Outcome, refusal, settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -122,10 +122,6 @@ def generate(stage: int, transport: str) -> tuple[Tensor, Tensor]:
     return tokens, own
 
 
-def generate_at_stages(transport: str) -> list[tuple[Tensor, Tensor]]:
-    return [generate(stage, transport) for stage in (0, 3)]
-
-
 @pytest.mark.parametrize("transport", ROUTES)
 def test_stage_3_equals_stage_0_bitwise(ranks: RankPool, transport: str) -> None:
     """Each model has one of the transports."""
@@ -144,30 +140,26 @@ def test_a_recorded_construction_gives_the_same_values_with_little_memory(name: 
     assert max(sizes) <= peak <= 1.5 * max(sizes)
 
 
-def test_a_sharded_model_generates_between_steps(ranks: RankPool) -> None:
-    for plain, sharded in ranks(2, generate_at_stages, "sockets"):
-        assert torch.equal(plain[0], sharded[0]) and torch.equal(plain[1], sharded[1])
-        assert torch.equal(plain[0], plain[1])
+@on_ranks(2)
+def test_a_sharded_model_generates_between_steps() -> None:
+    plain, sharded = (generate(stage, "sockets") for stage in (0, 3))
+    assert torch.equal(plain[0], sharded[0]) and torch.equal(plain[1], sharded[1])
+    assert torch.equal(plain[0], plain[1])
 
 
-def save_by_the_model(folder: str) -> str:
+@on_ranks(2)
+def test_a_sharded_model_that_is_to_save_itself_names_what_does(tmp_path: Path) -> None:
     with lowtide.initialize(llama(), config_of(3, "sockets")) as engine:
         module: Any = engine.module
-        text = training.refusal(module.save_pretrained, folder, kind=lowtide.ReleasedParameterError)
-        module.save_pretrained(folder, state_dict=engine.state_dict(), is_main_process=engine.rank == 0)
-    return text
-
-
-def test_a_sharded_model_that_is_to_save_itself_names_what_does(ranks: RankPool, tmp_path: Path) -> None:
-    for text in ranks(2, save_by_the_model, str(tmp_path)):
-        assert text == (
+        assert refusal(module.save_pretrained, str(tmp_path), kind=lowtide.ReleasedParameterError) == (
             "parameter 'model.embed_tokens.weight' is released: only its shards exist here, so detach cannot read it. "
             "Its values exist in the forward and backward of the model, and in methods of its modules. "
             "Elsewhere use `with engine.gathered(parameter):` (zero.GatheredParameters(parameter) "
             "in lowtide.deepspeed). To save the model, call engine.state_dict() (module_state_dict() in "
             "lowtide.deepspeed) or engine.export(folder) on all ranks."
         )
-    assert (tmp_path / "model.safetensors").exists()
+        module.save_pretrained(tmp_path, state_dict=engine.state_dict(), is_main_process=engine.rank == 0)
+        assert engine.rank or (tmp_path / "model.safetensors").exists()
 
 
 # What a model of this version of transformers calls its cache.

@@ -16,7 +16,7 @@ from lowtide.kernels import fuse_model
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal
 
 
@@ -134,42 +134,35 @@ def fused_and_not(name: str, config: dict[str, Any]) -> tuple[Trained, Trained]:
     return train(name, config, True), train(name, config)
 
 
-def all_variants() -> dict[str, tuple[Trained, Trained]]:
-    at_0, at_3 = config_of(0, "auto"), config_of(3, "auto")
-    units = at_3 | {"zero_optimization": {"stage": 3, "units": ["model.layers.?", "lm_head", "model.norm"]}}
-    llama = train("llama", at_3)
-    return {
-        "llama at stage 0": fused_and_not("llama", at_0),
-        "gpt2 at stage 3": fused_and_not("gpt2", at_3),
-        "built by the engine": (train("llama", at_3, True, is_built=True), llama),
-        "recomputed": (train("llama", units | {"activation_checkpointing": {"every": 1}}, True), llama),
-        "named": (train("llama", at_3, ["linear_cross_entropy", "rms_norm"]), llama),
-    }
-
-
-def in_float16() -> tuple[Trained, Trained]:
-    """The head computes its logits again in backward, and so needs its weight there."""
-    units = {"stage": 3, "units": ["model.layers.?", "lm_head"]}
-    return fused_and_not("llama", config_of(3, "auto") | {"fp16": {"enabled": True}, "zero_optimization": units})
-
-
 def over_a_pipeline() -> tuple[Trained, Trained]:
     config = config_of(0, "auto") | {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "zb-h1", "microbatches": 2}}
     return fused_and_not("llama", config | {"train_micro_batch_size_per_gpu": 1})
 
 
-def test_stages_0_and_3_train_as_without(ranks: RankPool) -> None:
-    for result in ranks(2, all_variants):
-        for what, ((losses, left_out), (expected, _)) in result.items():
-            assert losses == pytest.approx(expected, rel=2e-5), what
-            assert losses[1] != losses[0]
-            assert left_out == [True, True, False], what
+@on_ranks(2)
+def test_stages_0_and_3_train_as_without() -> None:
+    at_0, at_3 = config_of(0, "auto"), config_of(3, "auto")
+    units = at_3 | {"zero_optimization": {"stage": 3, "units": ["model.layers.?", "lm_head", "model.norm"]}}
+    llama = train("llama", at_3)
+    for (losses, left_out), (expected, _) in (
+        fused_and_not("llama", at_0),
+        fused_and_not("gpt2", at_3),
+        (train("llama", at_3, True, is_built=True), llama),
+        (train("llama", units | {"activation_checkpointing": {"every": 1}}, True), llama),
+        (train("llama", at_3, ["linear_cross_entropy", "rms_norm"]), llama),
+    ):
+        assert losses == pytest.approx(expected, rel=2e-5)
+        assert losses[1] != losses[0] and left_out == [True, True, False]
 
 
-def test_float16_trains_about_as_without(ranks: RankPool) -> None:
-    for (losses, left_out), (expected, _) in ranks(2, in_float16):
-        assert losses == pytest.approx(expected, rel=2e-3)
-        assert left_out == [True, True, False]
+@on_ranks(2)
+def test_float16_trains_about_as_without() -> None:
+    """The head computes its logits again in backward, and so needs its weight there."""
+    units = {"stage": 3, "units": ["model.layers.?", "lm_head"]}
+    config = config_of(3, "auto") | {"fp16": {"enabled": True}, "zero_optimization": units}
+    (losses, left_out), (expected, _) = fused_and_not("llama", config)
+    assert losses == pytest.approx(expected, rel=2e-3)
+    assert left_out == [True, True, False]
 
 
 def test_a_pipeline_trains_as_without(ranks: RankPool) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import lowtide
 from tests.engine.scripts import run_on_two_ranks
 from tests.kit.models import linear_chain
-from tests.kit.ranks import RankError, RankPool
+from tests.kit.ranks import RankError, RankPool, on_ranks
 from tests.kit.training import refusal, settings
 
 TIMEOUT_SECONDS = 2.5
@@ -127,18 +127,15 @@ def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> N
     assert text.endswith("All ranks must call engine.save_checkpoint().")
 
 
-def train_or_look() -> str:
+@on_ranks(2)
+def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives() -> None:
     """Rank 0 trains, rank 1 asks for the weights."""
     engine = engine_for(3, "sockets", TIMEOUT_SECONDS, stage3_prefetch_bucket_size=0)
-    return error_of(engine.train_step, BATCH) if dist.get_rank() == 0 else error_of(engine.state_dict)
-
-
-def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives(ranks: RankPool) -> None:
-    for text in ranks(2, train_or_look):
-        assert "no answer from rank" in text
-        trails = text.split("The last collectives: ")[1]
-        first, second = trails.removeprefix("rank 0: ").rstrip(".").split("; rank 1: ")
-        assert first.endswith("the next action") and "unit" in second
+    text = error_of(engine.train_step, BATCH) if dist.get_rank() == 0 else error_of(engine.state_dict)
+    assert "no answer from rank" in text
+    trails = text.split("The last collectives: ")[1]
+    first, second = trails.removeprefix("rank 0: ").rstrip(".").split("; rank 1: ")
+    assert first.endswith("the next action") and "unit" in second
 
 
 CONFIG: dict[str, Any] = {"optimizer": {"type": "sgd"}, "gradient_clipping": 1.0}
@@ -185,11 +182,8 @@ MISTAKES: tuple[tuple[Callable[[int], lowtide.Engine], str], ...] = (
 )
 
 
-def make_all_mistakes() -> list[str]:
-    return [refusal(make, dist.get_rank(), kind=RuntimeError) for make, _ in MISTAKES]
-
-
-def test_both_sides_are_shown_on_every_rank(ranks: RankPool) -> None:
-    for texts in ranks(2, make_all_mistakes):
-        for text, (_, words) in zip(texts, MISTAKES, strict=True):
-            assert "the ranks have " in text and words in text and "All ranks must pass the same" in text
+@on_ranks(2)
+def test_both_sides_are_shown_on_every_rank() -> None:
+    for make, words in MISTAKES:
+        text = refusal(make, dist.get_rank(), kind=RuntimeError)
+        assert "the ranks have " in text and words in text and "All ranks must pass the same" in text

@@ -1,12 +1,20 @@
-"""A model is one engine's at a time; what the engine has put on it is gone when it is closed."""
+"""A model is one engine's at a time, and as it was when that is closed. Two engines train as each would alone."""
 
 import copy
+import gc
 import io
+import os
 import pickle
+import threading
+import time
+import weakref
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
@@ -14,8 +22,8 @@ from lowtide.engine.model.given_model import take
 from lowtide.model.patches import ModelPatches
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import refusal, settings
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, Outcome, refusal, settings, start, take_step, train_all
 from tests.pipe.pipelines import deep_gpt
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -128,31 +136,24 @@ def test_a_second_engine_of_a_model_waits_for_the_first_to_close(stage: int) -> 
         assert not torch.equal(engine.train_step(models.token_batch(0, 2)).loss, first)
 
 
-def twice() -> str:
+@on_ranks(2)
+def test_a_second_engine_over_a_pipeline() -> None:
     model, config = deep_gpt(), settings(1, parallel={"pipeline": 2})
     with lowtide.initialize(model, config):
-        return refusal(lowtide.initialize, model, config)
+        text = refusal(lowtide.initialize, model, config)
+    assert text.startswith("model: expected a model without an engine, found that this ")
 
 
-def test_a_second_engine_over_a_pipeline(ranks: RankPool) -> None:
-    for text in ranks(2, twice):
-        assert text.startswith("model: expected a model without an engine, found that this ")
-
-
-def after_a_split() -> str:
+@on_ranks(2)
+def test_a_model_of_parts_is_no_model() -> None:
     model = models.TinyGPT()
     plan = {"blocks.*.up": "column", "blocks.*.down": "row"}
     split: dict[str, Any] = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": plan}}
     lowtide.initialize(model, settings(**split)).close()
-    return refusal(lowtide.initialize, copy.deepcopy(model), settings())
-
-
-def test_a_model_of_parts_is_no_model(ranks: RankPool) -> None:
-    text = (
+    assert refusal(lowtide.initialize, copy.deepcopy(model), settings()) == (
         "model: expected whole layers, found layers that an earlier engine divided over ranks (parallel.tensor); build "
         "the model again, or pass initialize the callable that builds it"
     )
-    assert ranks(2, after_a_split) == [text, text]
 
 
 def trained_in_a_function(model: nn.Module, stage: int) -> torch.optim.Optimizer:
@@ -199,3 +200,103 @@ def test_a_copy_of_an_engines_model_is_no_engines() -> None:
     take(copy.deepcopy(model), ModelPatches())
     with pytest.raises(ValueError, match="this Linear is the model of an open engine"):
         take(model, ModelPatches())
+
+
+FIRST = Case(models.short_gpt, models.token_batch, stage=3, clip=0.3)
+SECOND = Case(models.mlp, models.vector_batch, stage=1, accumulation=3, config={"bf16": {"enabled": True}})
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+@on_ranks(2)
+def test_two_engines_take_turns(transport: str) -> None:
+    config = {"communication": {"transport": transport}}
+    cases = [FIRST.at(3, config=config), SECOND.at(1, config=config), FIRST.at(2, config=config)]
+    expected, engines, outcomes = train_all(cases), [start(case) for case in cases], [Outcome() for _ in cases]
+    for step in range(3):
+        for case, engine, outcome in zip(cases, engines, outcomes, strict=True):
+            outcome.add(take_step(engine, case, step))
+    for engine, outcome, alone in zip(engines, outcomes, expected, strict=True):
+        outcome.state = engine.state_dict()
+        engine.close()
+        assert outcome.differences(alone) == []
+
+
+def one_closes_first() -> list[float]:
+    """No process group is there before the first engine, which makes it and leaves it before the second."""
+    first, second = start(SECOND), start(SECOND)
+    first.close()
+    first.close()
+    losses = [take_step(second, SECOND, step).loss.item() for step in range(2)]
+    second.close()
+    return losses
+
+
+def test_an_engine_goes_on_when_the_one_that_made_the_process_group_is_closed(ranks: RankPool) -> None:
+    both = ranks(2, one_closes_first, process_group=False)
+    assert both[0] == both[1] and len(both[0]) == 2
+
+
+def one_after_the_other(late_rank: int) -> list[float]:
+    """Each engine makes the process group anew, while one rank has not left that of the engine before."""
+    leave, losses = dist.destroy_process_group, []
+
+    def leave_late() -> None:
+        time.sleep(0.3 * (dist.get_rank() == late_rank))
+        leave()
+
+    with mock.patch("torch.distributed.destroy_process_group", leave_late):
+        for _ in range(3):
+            with start(SECOND) as engine:
+                losses.append(take_step(engine, SECOND, 0).loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("late_rank", [0, 1])
+def test_a_rank_may_come_to_the_next_engine_before_another_has_left_the_last(ranks: RankPool, late_rank: int) -> None:
+    both = ranks(2, one_after_the_other, late_rank, process_group=False)
+    assert both[0] == both[1] == 3 * both[0][:1]
+
+
+def with_a_store_that_outlives_groups() -> list[float]:
+    """As under torchrun, whose agent keeps the store that the ranks meet in."""
+    port, rank = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    with mock.patch.dict(os.environ, {"TORCHELASTIC_USE_AGENT_STORE": "True"}):
+        losses = one_after_the_other(late_rank=0)
+    store.add("left", 1)
+    while rank == 0 and store.add("left", 0) < 2:
+        time.sleep(0.01)
+    return losses
+
+
+def test_engines_follow_each_other_where_the_launcher_keeps_the_store(ranks: RankPool) -> None:
+    both = ranks(2, with_a_store_that_outlives_groups, process_group=False, timeout=10)
+    assert both[0] == both[1] == 3 * both[0][:1]
+
+
+FILES = {"device": "nvme", "nvme_path": "files"}
+FORGOTTEN: dict[str, Case] = {
+    "shared memory": FIRST,
+    "sockets": FIRST.at(3, config={"communication": {"transport": "sockets"}}),
+    "in files": FIRST.at(3, config={"zero_optimization": {"offload_optimizer": FILES, "offload_param": FILES}}),
+    "delayed": FIRST.at(2, config={"zero_optimization": {"offload_optimizer": {**FILES, "overlap": "delayed"}}}),
+    "in backward": FIRST.at(3, clip=0.0, config={"zero_optimization": {"update_in_backward": True}}),
+    "recomputed, bf16": FIRST.at(3, config={"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}}),
+    "pipeline": FIRST.at(1, build=models.tiny_gpt, config={"parallel": {"pipeline": 2}}),
+}
+
+
+@on_ranks(2)
+def test_nothing_is_left_of_an_engine_that_is_forgotten(tmp_path: Path) -> None:
+    """No thread of an engine that nobody has closed, and no model."""
+    os.chdir(tmp_path)
+    for name, case in FORGOTTEN.items():
+        before = set(threading.enumerate())
+        engine = start(case)
+        take_step(engine, case, 0)
+        model = weakref.ref(engine.module)
+        del engine
+        deadline = time.monotonic() + 10
+        while gc.collect() >= 0 and set(threading.enumerate()) - before and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert (set(threading.enumerate()) - before, model()) == (set(), None), name

@@ -21,7 +21,7 @@ from lowtide.engine.config.config import Config
 from lowtide.offload.block_file import BlockFile
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, differences, refusal, settings
 
 STEPS = 5
@@ -218,20 +218,20 @@ def test_groups_that_come_later_in_a_pipeline(ranks: RankPool, tmp_path: Path) -
         check(ranks, [Row("late", case)], 2, folder, shares=1)
 
 
-def test_late_masters_begin_with_what_is_computed_with(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_late_masters_begin_with_what_is_computed_with(tmp_path: Path) -> None:
     """The same bits at every stage, wherever masters and states rest, and with updates that come late."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     half, delayed = {"bf16": {"enabled": True}}, {"overlap": "delayed", "delay_after_steps": 1}
-    cases = [
-        at(0, half),
-        at(2, half),
-        at(3, half | SOCKETS, offload_optimizer=nvme, offload_param=nvme),
+    at_once = at(0, half), at(2, half), at(3, half | SOCKETS, offload_optimizer=nvme, offload_param=nvme)
+    late = (
         at(1, half, offload_optimizer={"device": "cpu", **delayed}),
         at(3, half | SOCKETS, offload_optimizer={**nvme, **delayed}),
-    ]
-    first, second, third, late, later = ranks(2, train_all, [Row("late", case) for case in cases])[0]
-    for found, expected in ((second, first), (third, first), (later, late)):
-        assert found[0] == expected[0] and differences(found[1], expected[1]) == []
+    )
+    for cases in (at_once, late):
+        (norms, state), *others = (train(Row("late", case)) for case in cases)
+        for found, values in others:
+            assert found == norms and differences(values, state) == []
 
 
 def halve(step: int) -> float:
@@ -354,40 +354,25 @@ def test_a_graph_of_before_a_group_that_was_divided() -> None:
         engine.train_step(models.vector_batch_float64(0, 2))
 
 
-def without_room(folder: str) -> tuple[str, list[str]]:
-    """The error where rank 1 has no room for new shards; what differs then from a training without the call."""
-    config = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": folder}}}
+@on_ranks(2)
+def test_too_little_room_for_a_group_on_one_rank(tmp_path: Path) -> None:
+    """Rank 1 has no room for new shards; training goes on as without the call."""
+    config = {"zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}}
     states = []
     for is_added in (True, False):
         model, *_ = Row("late").made()
         model.first.requires_grad_(True)
-        with lowtide.initialize(
-            model, CASE.at(3, config=config).as_config(), optimizer=adamw(model.first.parameters())
-        ) as engine:
+        optimizer = adamw(model.first.parameters())
+        with lowtide.initialize(model, CASE.at(3, config=config).as_config(), optimizer=optimizer) as engine:
             if is_added:
                 group, full = {"params": [model.layers[1].weight]}, lowtide.OffloadError("the disk is full")
                 with mock.patch.object(BlockFile, "reserve", side_effect=full) if engine.rank else nullcontext():
                     text = refusal(engine.optimizer.add_param_group, group, kind=RuntimeError)
+                where = "" if engine.rank else "engine.optimizer.add_param_group() failed on rank 1: "
+                assert text == f"{where}the disk is full"
             engine.train_step(models.vector_batch_float64(0, 2))
             states.append(engine.state_dict())
-    return text, differences(*states)
-
-
-def test_too_little_room_for_a_group_on_one_rank(ranks: RankPool, tmp_path: Path) -> None:
-    first, second = ranks(2, without_room, str(tmp_path))
-    assert second == ("the disk is full", [])
-    assert first == ("engine.optimizer.add_param_group() failed on rank 1: the disk is full", [])
-
-
-def differ(what: str) -> None:
-    """Groups that are not the same on all ranks."""
-    model, optimizer, _ = Row("late").made()
-    rank = dist.get_rank()
-    if what == "from the start":
-        optimizer = adamw(some(model) if rank else of_all(model))
-    with lowtide.initialize(model, CASE.as_config(), optimizer=optimizer) as engine:
-        params = [model.first.weight if rank and what == "parameters" else model.first.bias]
-        engine.optimizer.add_param_group({"params": params, "lr": float(rank if what == "options" else 0)})
+    assert differences(*states) == []
 
 
 @pytest.mark.parametrize(
@@ -398,9 +383,19 @@ def differ(what: str) -> None:
         ("options", r"found .*lr=0.0, .* on rank 0, .*lr=1.0, .* on rank 1"),
     ],
 )
-def test_ranks_that_have_other_groups(ranks: RankPool, what: str, words: str) -> None:
-    for failure in ranks.fails(2, differ, what):
-        assert failure.kind == "RuntimeError" and re.search(words, failure.text)
+@on_ranks(2)
+def test_ranks_that_have_other_groups(what: str, words: str) -> None:
+    model, optimizer, _ = Row("late").made()
+    rank = dist.get_rank()
+    if what == "from the start":
+        optimizer = adamw(some(model) if rank else of_all(model))
+        text = refusal(lowtide.initialize, model, CASE.as_config(), optimizer=optimizer, kind=RuntimeError)
+    else:
+        with lowtide.initialize(model, CASE.as_config(), optimizer=optimizer) as engine:
+            params = [model.first.weight if rank and what == "parameters" else model.first.bias]
+            group = {"params": params, "lr": float(rank if what == "options" else 0)}
+            text = refusal(engine.optimizer.add_param_group, group, kind=RuntimeError)
+    assert re.search(words, text)
 
 
 def test_what_frozen_members_cost_is_told() -> None:

@@ -12,8 +12,8 @@ import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests.kit import models
 from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, differences, refusal, start, take_step, train_all
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, assert_alike, differences, refusal, start, take_step, train_all
 
 BF16 = {"bf16": {"enabled": True}}
 SOCKETS = {"communication": {"transport": "sockets"}}
@@ -58,7 +58,8 @@ def wide_384() -> nn.Module:
     return Wide(384)
 
 
-def test_what_rests_in_files_gives_the_bits_of_memory(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_what_rests_in_files_gives_the_bits_of_memory(tmp_path: Path) -> None:
     """What tests/laws lacks: widths that blocks of a disk do not divide, ties, empty shards."""
     wide = Case(wide_384, vector_batch, stage=3, config={**BF16, "aio": {"block_size": 4096}})
     tied, tiny = Case(models.tied_gpt, token_batch, stage=3, steps=2), Case(mlp, vector_batch, stage=3)
@@ -68,55 +69,37 @@ def test_what_rests_in_files_gives_the_bits_of_memory(ranks: RankPool, tmp_path:
         (tied, all_in_files(tied, tmp_path)),
         (tiny, placed(tiny, offload_param=in_files(tmp_path))),
     ]
-    cases = [case for plain, moved in rows for case in (plain.at(plain.stage, config=SOCKETS), moved)]
-    outcomes = ranks(2, train_all, cases)[0]
-    for (case, _), plain, moved in zip(rows, outcomes[::2], outcomes[1::2], strict=True):
-        assert moved.differences(plain) == [], case
+    for plain, moved in rows:
+        assert_alike(train_all([plain.at(plain.stage, config=SOCKETS), moved]), moved)
 
 
-def exported_and_loaded(case: Case, folder: Path) -> list[str]:
-    """Names that an export, and weights loaded from it, do not give back to the last bit."""
-    with start(case) as engine:
+@on_ranks(2)
+def test_weights_go_out_and_come_back(tmp_path: Path) -> None:
+    with start(all_in_files(Case(short_gpt, token_batch, stage=3, config=BF16), tmp_path)) as engine:
         before = engine.state_dict()
-        engine.export(folder)
+        engine.export(tmp_path / "weights")
         with torch.no_grad(), engine.gathered(modify=True):
             for param in engine.module.parameters():
                 param.fill_(3.0)
         assert all(bool((value == 3.0).all()) for value in engine.state_dict().values())
-        engine.load_weights(folder)
-        return differences(before, engine.state_dict())
-
-
-def test_weights_go_out_and_come_back(ranks: RankPool, tmp_path: Path) -> None:
-    case = all_in_files(Case(short_gpt, token_batch, stage=3, config=BF16), tmp_path)
-    assert ranks(2, exported_and_loaded, case, tmp_path / "weights") == [[], []]
-
-
-def bytes_by_place(cases: list[Case]) -> list[tuple[int, int]]:
-    """(bytes in memory, bytes in the file) after a step of a model of 2 x 384 x 384 weights."""
-    found = []
-    for case in cases:
-        with start(case) as engine:
-            take_step(engine, case, 0)
-            found.append((engine.memory().optimizer_bytes, engine.optimizer.offloaded_bytes))
-            folder = Path(case.as_config()["zero_optimization"]["offload_optimizer"]["nvme_path"])
-            assert not list(folder.iterdir())  # the file has no name: it is gone with the process, however that ends
-    return found
+        engine.load_weights(tmp_path / "weights")
+        assert differences(before, engine.state_dict()) == []
 
 
 @pytest.mark.parametrize(("precision", "bytes_per_element"), [({}, 8), (BF16, 12)], ids=["fp32", "bf16"])
-def test_bytes_are_where_the_config_says(
-    ranks: RankPool, tmp_path: Path, precision: dict[str, Any], bytes_per_element: int
-) -> None:
+@on_ranks(2)
+def test_bytes_are_where_the_config_says(tmp_path: Path, precision: dict[str, Any], bytes_per_element: int) -> None:
     # Of 2 ranks, 1024 elements a block: two units of 384 x 384 + 384 = 147,840, 73 blocks a shard, and the rest of
     # 5 x 384 + 384 + 3 x 384 + 3 = 3459, 2 blocks a shard. What stays in memory is rounded down to blocks.
     num_blocks = 73 + 73 + 2
     case = Case(wide_384, vector_batch, stage=3, config=precision)
-    cases = [offloaded(case, tmp_path, ratio=ratio) for ratio in (1.0, 0.5, 0.0)]
-    expected = [bytes_per_element * 1024 * blocks for blocks in (num_blocks, 37 + 37 + 1, 0)]
-    for found in ranks(2, bytes_by_place, cases):
-        assert [in_file for _, in_file in found] == expected
-        assert [sum(both) for both in found] == [bytes_per_element * 1024 * num_blocks] * 3
+    for ratio, blocks in ((1.0, num_blocks), (0.5, 37 + 37 + 1), (0.0, 0)):
+        with start(offloaded(case, tmp_path, ratio=ratio)) as engine:
+            take_step(engine, case, 0)
+            in_file, in_memory = engine.optimizer.offloaded_bytes, engine.memory().optimizer_bytes
+            assert in_file == bytes_per_element * 1024 * blocks
+            assert in_file + in_memory == bytes_per_element * 1024 * num_blocks
+            assert not list(tmp_path.iterdir())  # the file has no name: it is gone with the process, however that ends
 
 
 def live_elements(case: Case) -> tuple[int, int, list[float]]:
@@ -146,10 +129,10 @@ def test_a_model_several_times_its_budget_trains(ranks: RankPool, tmp_path: Path
     assert losses == ranks(2, live_elements, case)[0][2]
 
 
-def order_of_gathers(case: Case) -> list[str]:
-    """What begins in a forward, one after the other: blocks, and the messages of gathers."""
-    found: list[str] = []
-    with start(case) as engine:
+@on_ranks(2)
+def test_a_unit_is_gathered_while_the_one_before_it_computes(tmp_path: Path) -> None:
+    found: list[str] = []  # what begins in a forward, one after the other: blocks, and the messages of gathers
+    with start(placed(Case(tiny_gpt, token_batch, stage=3), offload_param=in_files(tmp_path))) as engine:
         for index, block in enumerate(engine.module.get_submodule("blocks").children()):
             block.register_forward_pre_hook(lambda module, args, index=index: found.append(f"forward {index}"))
         transport = engine._mesh.axes["shard"].transport
@@ -161,15 +144,9 @@ def order_of_gathers(case: Case) -> list[str]:
 
         transport.gather = gather  # type: ignore[method-assign]  # to see its messages
         engine.eval_step(token_batch(0, 2))
-    return found
-
-
-def test_a_unit_is_gathered_while_the_one_before_it_computes(ranks: RankPool, tmp_path: Path) -> None:
-    case = placed(Case(tiny_gpt, token_batch, stage=3), offload_param=in_files(tmp_path))
-    for found in ranks(2, order_of_gathers, case):
-        for index in (1, 2):
-            (gather,) = [at for at, what in enumerate(found) if f"blocks.{index} " in what]
-            assert gather < found.index(f"forward {index - 1}"), found
+    for index in (1, 2):
+        (gathered,) = [at for at, what in enumerate(found) if f"blocks.{index} " in what]
+        assert gathered < found.index(f"forward {index - 1}"), found
 
 
 @pytest.mark.parametrize(
@@ -187,10 +164,11 @@ def test_a_caller_s_own_optimizer_stays_in_memory_and_is_not_taken_back(section:
     assert words in refusal(lowtide.initialize, mlp(), config, optimizer=torch.optim.RMSprop)
 
 
-def test_shared_memory_and_offload_contradict_each_other(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_shared_memory_and_offload_contradict_each_other(tmp_path: Path) -> None:
     case = placed(Case(mlp, vector_batch, stage=3), offload_param=in_files(tmp_path))
-    errors = ranks.fails(2, train_all, [case.at(3, config={"communication": {"transport": "shared_memory"}})])
-    assert all('found "shared_memory", with a copy of all parameters' in str(e) for e in errors)
+    text = refusal(start, case.at(3, config={"communication": {"transport": "shared_memory"}}))
+    assert 'found "shared_memory", with a copy of all parameters' in text
 
 
 def test_a_folder_that_cannot_be_made_names_rank_and_cause(tmp_path: Path) -> None:

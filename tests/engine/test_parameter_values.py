@@ -12,8 +12,18 @@ import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_close, one_thread, refusal, start, train, train_plainly
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import (
+    Case,
+    Outcome,
+    assert_alike,
+    assert_close,
+    one_thread,
+    refusal,
+    start,
+    train,
+    train_plainly,
+)
 
 CASE = Case(models.short_gpt_float64, models.token_batch, accumulation=2)
 STAGES = {"auto": (3,), "shared_memory": (0, 3), "sockets": (1, 2)}  # by transport
@@ -195,11 +205,12 @@ def test_what_is_set_is_what_training_goes_on_with(ranks: RankPool, world_size: 
         assert_close(outcome, expected, 1e-9, 1e-9)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_what_rests_elsewhere_is_shown_and_set_alike(ranks: RankPool, tmp_path: Path, precision: str) -> None:
+@pytest.mark.parametrize("precision", [BF16, {}], ids=["bf16", "fp32"])
+@on_ranks(2)
+def test_what_rests_elsewhere_is_shown_and_set_alike(tmp_path: Path, precision: dict[str, Any]) -> None:
     """Offload of states and parameters to memory and files, and speculative updates: the bits of no offload."""
     file = {"device": "nvme", "nvme_path": str(tmp_path)}
-    case = Case(models.short_gpt, models.token_batch, stage=3, config=BF16 if precision == "bf16" else {})
+    case = Case(models.short_gpt, models.token_batch, stage=3, config=precision)
     offloads: list[dict[str, Any]] = [
         {},
         {"offload_optimizer": {"device": "cpu"}},
@@ -207,9 +218,7 @@ def test_what_rests_elsewhere_is_shown_and_set_alike(ranks: RankPool, tmp_path: 
         {"offload_optimizer": {**file, "overlap": "speculative"}},
     ]
     cases = [case.at(3, config={"zero_optimization": offload}) for offload in offloads]
-    plain, *others = ranks(2, train_and_change, cases, ("full",))[0]
-    for outcome in others:
-        assert outcome.differences(plain) == []
+    assert_alike(train_and_change(cases, ("full",)))
 
 
 def test_a_delayed_update_is_waited_for() -> None:
@@ -261,28 +270,25 @@ class Tied(models.TinyGPT):
         self.position.requires_grad_(False)
 
 
-def look_at_tied_and_frozen(stages: tuple[int, ...]) -> list[list[Any]]:
-    found = []
-    for stage in stages:
+@on_ranks(2)
+def test_tied_and_frozen_parameters() -> None:
+    for stage in (0, 1, 3):
         case = Case(Tied, models.token_batch, stage, config=BF16)
         with start(case) as engine:
             engine.backward(engine(*case.share(engine, 0)))
-            seen: list[Any] = [engine.gradient("position"), engine.gradient("head.weight")]
+            tied = engine.gradient("head.weight")
+            assert engine.gradient("position") is None and tied is not None and tied.shape == (models.VOCAB, 22)
             engine.step()
             engine.set_full("head.weight", torch.full((models.VOCAB, 22), 0.25))
             engine.set_full("position", torch.full((models.LENGTH, 22), 0.125))
-            names, state = ("embedding.weight", "position"), engine.state_dict()
-            found.append([*seen, *(engine.full(name) for name in names), *(state.get(name) for name in names)])
+            state = engine.state_dict()
+            for name, value in (("embedding.weight", 0.25), ("position", 0.125)):
+                assert [one.unique().tolist() for one in (engine.full(name), state.get(name, engine.full(name)))] == [
+                    [value]
+                ] * 2
             text = refusal(engine.full, "position", "exp_avg")
             assert text.startswith("engine.full() (safe_get_full_optimizer_state in ")
             assert "expected a trained " in text and ", found 'position', wh" in text
-    return found
-
-
-def test_tied_and_frozen_parameters(ranks: RankPool) -> None:
-    for frozen, tied, *values in ranks(2, look_at_tied_and_frozen, (0, 1, 3))[0]:
-        assert frozen is None and tied.shape == (models.VOCAB, 22)
-        assert [value.unique().tolist() for value in values] == [[0.25], [0.125]] * 2
 
 
 class OwnAdamW(torch.optim.AdamW):

@@ -1,6 +1,5 @@
 """Updates that begin before it is known whether they count have the bits of the plain step."""
 
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,44 +14,47 @@ from lowtide.engine.step.step_sums import Clipping, NonFiniteGradientError, Summ
 from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs
 from tests.kit import models
 from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, differences, rank_and_world, refusal, start, take_step, train_all
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import (
+    Case,
+    assert_alike,
+    differences,
+    rank_and_world,
+    refusal,
+    start,
+    take_step,
+    train,
+    train_all,
+)
 from tests.zero.test_float16 import overflowing_batch
 
-PLACES = ("cpu", "nvme")
 
-
-def speculative(case: Case, place: str, folder: Path, **changes: Any) -> Case:
-    section = {"device": place, "overlap": "speculative", **({"nvme_path": str(folder)} if place == "nvme" else {})}
-    zero = {**case.config.get("zero_optimization", {}), "offload_optimizer": {**section, **changes}}
+def speculative(case: Case, folder: Path, place: str, overlap: str = "speculative", **changes: Any) -> Case:
+    section = {"device": place, "nvme_path": str(folder), "overlap": overlap, **changes}
+    zero = {**case.config.get("zero_optimization", {}), "offload_optimizer": section}
     return case.at(case.stage, config={"zero_optimization": zero})
 
 
-def run_pairs(ranks: RankPool, pairs: list[tuple[Case, Case]]) -> list[Outcome]:
-    """The outcomes of the second ones, which are those of the first to the last bit."""
-    outcomes: list[Outcome] = ranks(2, train_all, [case for pair in pairs for case in pair])[0]
-    for outcome in outcomes:  # NaN, the norm of a skipped step, is not equal to itself
-        outcome.norms = [-1.0 if math.isnan(norm) else norm for norm in outcome.norms]
-    for pair, plain, found in zip(pairs, outcomes[::2], outcomes[1::2], strict=True):
-        assert found.differences(plain) == [], pair
-    return outcomes[1::2]
-
-
-def test_it_is_bitwise_the_plain_step(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_it_is_bitwise_the_plain_step(tmp_path: Path) -> None:
     """Where some of the steps are clipped; all or none are in tests/laws."""
     case = Case(tiny_gpt, token_batch, accumulation=2, steps=4)
-    norms = sorted(ranks(2, train_all, [case.at(1)])[0][0].norms)
+    norms = sorted(train(case.at(1)).norms)
     between = (norms[1] + norms[2]) / 2
-    plain = [case.at(3, clip=between), case.at(0, clip=between, config={"bf16": {"enabled": True}})]
-    pairs = [(one, speculative(one, place, tmp_path)) for one, place in zip(plain, PLACES, strict=True)]
-    for outcome in run_pairs(ranks, pairs):
-        assert 0 < sum(norm > between for norm in outcome.norms) < 4
+    for plain, place in ((case.at(3), "cpu"), (case.at(0, config={"bf16": {"enabled": True}}), "nvme")):
+        clipped = plain.at(plain.stage, clip=between)
+        outcomes = train_all([clipped, speculative(clipped, tmp_path, place)])
+        assert_alike(outcomes, clipped)
+        assert 0 < sum(norm > between for norm in outcomes[0].norms) < 4
 
 
-def loads_of_a_step(case: Case) -> list[str]:
-    """Which shards a step loads, after the first."""
+@on_ranks(2)
+def test_an_update_in_the_backward_takes_the_shard_that_is_there(tmp_path: Path) -> None:
+    """Each block's is loaded for the forward and for the backward, the last one's once, and none for its update."""
+    zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    case = Case(tiny_gpt, token_batch, stage=3, config={"zero_optimization": zero})
     found: list[str] = []
-    with start(case) as engine:
+    with start(speculative(case, tmp_path, "nvme")) as engine:
         take_step(engine, case, 0)
         shard_store = engine.optimizer._placements.shard_store
         assert shard_store is not None
@@ -64,82 +66,69 @@ def loads_of_a_step(case: Case) -> list[str]:
 
         shard_store._store.load = noted  # type: ignore[method-assign]  # to see its calls
         take_step(engine, case, 1)
-    return found
+    assert [sum(f"blocks.{index} " in name for name in found) for index in range(3)] == [2, 2, 1], found
 
 
-def test_an_update_in_the_backward_takes_the_shard_that_is_there(ranks: RankPool, tmp_path: Path) -> None:
-    """Each block's is loaded for the forward and for the backward, the last one's once, and none for its update."""
-    zero = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
-    case = Case(tiny_gpt, token_batch, stage=3, config={"zero_optimization": zero})
-    for loads in ranks(2, loads_of_a_step, speculative(case, "nvme", tmp_path)):
-        assert [sum(f"blocks.{index} " in name for name in loads) for index in range(3)] == [2, 2, 1], loads
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_float16_overflow_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("place", ["cpu", "nvme"])
+@on_ranks(2)
+def test_a_float16_overflow_leaves_everything_as_it_was(tmp_path: Path, place: str) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
-    case = Case(mlp, vector_batch, steps=8, config={"fp16": fp16})
-    outcomes = run_pairs(ranks, [(case.at(stage), speculative(case.at(stage), place, tmp_path)) for stage in (1, 3)])
-    assert 0 < sum(outcomes[0].skipped) < 8
+    for stage in (1, 3):
+        case = Case(mlp, vector_batch, stage, steps=8, config={"fp16": fp16})
+        plain, found = train_all([case, speculative(case, tmp_path, place)])
+        assert found.differences(plain) == [] and 0 < sum(found.skipped) < 8
 
 
 def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(step)),)
 
 
-def values_after_a_bad_step(cases: list[Case]) -> list[list[str]]:
-    """What a step with a bad gradient has changed: in an evaluation, and after the step that follows."""
-    found = []
+@on_ranks(2)
+def test_a_bad_gradient_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    """In an evaluation, and after the step that follows; an update that is delayed stays under way."""
+    case = Case(Explodes, rows_of)
+    cases = [speculative(case.at(1), tmp_path, place) for place in ("cpu", "nvme")]
+    cases += [speculative(case.at(s, config={"bf16": {"enabled": True}}), tmp_path, "nvme") for s in (1, 3)]
+    cases += [speculative(case.at(1), tmp_path, "nvme", "delayed", delay_after_steps=0)]
     for case in cases:
         states, evaluated = [], []
         for has_bad_step in (False, True):
             with start(case) as engine:
                 model: Any = engine.module
-                take_step(engine, case, 0)
-                evaluated.append(engine.eval_step(case.share(engine, 1)))
+                for step in (0, 1):
+                    take_step(engine, case, step)
+                evaluated.append(engine.eval_step(case.share(engine, 2)))
                 if has_bad_step:
                     model.factor = 2.0
                     with pytest.raises(NonFiniteGradientError, match="No parameter was updated"):
-                        take_step(engine, case, 0)
+                        take_step(engine, case, 2)
                     model.factor = 0.0
-                    evaluated.append(engine.eval_step(case.share(engine, 1)))
-                take_step(engine, case, 1)
+                    evaluated.append(engine.eval_step(case.share(engine, 2)))
+                take_step(engine, case, 2)
                 states.append(engine.state_dict())
-        found.append(differences(*states) + ([] if evaluated.count(evaluated[0]) == 3 else ["evaluation"]))
-    return found
+        assert differences(*states) == [] and evaluated.count(evaluated[0]) == 3, case
 
 
-def test_a_bad_gradient_leaves_everything_as_it_was(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(Explodes, rows_of)
-    cases = [speculative(case.at(1), place, tmp_path) for place in PLACES]
-    cases += [speculative(case.at(s, config={"bf16": {"enabled": True}}), "nvme", tmp_path) for s in (1, 3)]
-    assert ranks(2, values_after_a_bad_step, cases) == [[[]] * len(cases)] * 2
-
-
-def losses_around_a_load(case: Case, folder: Path) -> list[float]:
-    """Losses of steps after loads in the middle of a step, where no save is possible, and where weights are full."""
-    with start(case) as engine:
+@pytest.mark.parametrize("overlap", ["none", "speculative"])
+@on_ranks(2)
+def test_a_load_in_the_middle_of_a_step_is_whole(tmp_path: Path, overlap: str) -> None:
+    """In its middle no save is possible, and weights are full."""
+    case = Case(mlp, vector_batch, stage=3, config={"communication": {"transport": "sockets"}})
+    with start(speculative(case, tmp_path, "nvme", overlap)) as engine:
         batch = case.share(engine, 0)
         engine.train_step(batch)
-        engine.save_checkpoint(folder)
+        engine.save_checkpoint(tmp_path / "at")
         losses = []
         for _ in range(2):
             engine.backward(engine(*batch))
             words = "save_checkpoint: expected a call between steps, found 1 of 1 microbatches"
-            assert words in refusal(engine.save_checkpoint, folder)
-            engine.load_checkpoint(folder)
+            assert words in refusal(engine.save_checkpoint, tmp_path / "at")
+            engine.load_checkpoint(tmp_path / "at")
             losses.append(engine.train_step(batch).loss.item())
             engine(*batch)  # the rest and the last block stay full for a backward that never comes
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(tmp_path / "at")
             losses.append(engine.eval_step(batch).item())
-    return losses
-
-
-@pytest.mark.parametrize("overlap", ["none", "speculative"])
-def test_a_load_in_the_middle_of_a_step_is_whole(ranks: RankPool, tmp_path: Path, overlap: str) -> None:
-    case = Case(mlp, vector_batch, stage=3, config={"communication": {"transport": "sockets"}})
-    for losses in ranks(2, losses_around_a_load, speculative(case, "nvme", tmp_path, overlap=overlap), tmp_path / "at"):
-        assert losses[::2] == [losses[0]] * 2 and losses[1::2] == [losses[1]] * 2
+    assert losses == losses[:2] * 2
 
 
 WAITED_FOR = patch.object(step_update, "_is_waited_for", lambda device: True)  # the CPU is taken for such a device
@@ -185,18 +174,14 @@ CASES = [
 ]
 
 
-def train_both_ways() -> list[tuple[Outcome, Outcome]]:
-    plain = train_all(CASES)
-    with WAITED_FOR:
-        return list(zip(plain, train_all(CASES), strict=True))
-
-
-def test_it_gives_the_same_bits(ranks: RankPool) -> None:
-    for case, (plain, started) in zip(CASES, ranks(2, train_both_ways)[0], strict=True):
-        told, expected = (str((one.losses, one.norms, one.scales, one.skipped)) for one in (started, plain))  # with NaN
-        assert told == expected, case
+@on_ranks(2)
+def test_it_gives_the_same_bits() -> None:
+    for case in CASES:
+        plain = train(case)
+        with WAITED_FOR:
+            started = train(case)
+        assert plain.differences(started) == [] and (plain.scales, plain.skipped) == (started.scales, started.skipped)
         assert any(plain.skipped) == ("fp16" in case.config)
-        assert differences(plain.state, started.state) == [], case
 
 
 class OfRank0(nn.Module):

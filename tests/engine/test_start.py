@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide.offload.block_file import BlockFile
-from tests.kit.ranks import RankPool
-from tests.kit.training import settings
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import refusal, settings
 
 NO_ROOM = lowtide.OffloadError("the disk: rank 1 needs more")
 FAULTS: dict[str, tuple[str, Exception, str]] = {  # what fails on rank 1 and how, and what is told
@@ -66,28 +66,25 @@ def make_optimizer(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def start_with_a_fault() -> None:
-    start(settings(optimizer=None), optimizer=make_optimizer)
+@on_ranks(2)
+def test_a_fault_in_the_script_s_own_part_on_one_rank() -> None:
+    kind = ArithmeticError if dist.get_rank() else RuntimeError
+    text = refusal(start, settings(optimizer=None), optimizer=make_optimizer, kind=kind)
+    assert dist.get_rank() or text.startswith(
+        "lowtide.initialize failed on rank 1: ArithmeticError: a fault of rank 1 alone"
+    )
 
 
-def test_a_fault_in_the_script_s_own_part_on_one_rank(ranks: RankPool) -> None:
-    first, second = ranks.fails(2, start_with_a_fault)
-    assert first.kind == "RuntimeError" and second.kind == "ArithmeticError"
-    assert "lowtide.initialize failed on rank 1: ArithmeticError: a fault of rank 1 alone" in first.text
-
-
-def exchanges_of_a_start(transport: str) -> int:
+@on_ranks(2)
+def test_a_start_asks_the_others_eight_times() -> None:
     world = dist.distributed_c10d  # where dist's own functions look each other up
     kinds = ["all_gather", "broadcast", "all_reduce", "barrier"]
     with contextlib.ExitStack() as stack:
         spies = [stack.enter_context(mock.patch.object(world, kind, wraps=getattr(world, kind))) for kind in kinds]
-        spies += [stack.enter_context(mock.patch.object(dist, kind, getattr(world, kind))) for kind in kinds]
-        start(settings(3, communication={"transport": transport})).close()
-    return sum(spy.call_count for spy in spies[: len(kinds)])
-
-
-def test_a_start_asks_the_others_eight_times(ranks: RankPool) -> None:
-    assert ranks(2, exchanges_of_a_start, "auto") == [8, 8]
+        for kind in kinds:
+            stack.enter_context(mock.patch.object(dist, kind, getattr(world, kind)))
+        start(settings(3, communication={"transport": "auto"})).close()
+    assert sum(spy.call_count for spy in spies) == 8
 
 
 class Kinds(nn.Module):

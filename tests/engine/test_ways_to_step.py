@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import lowtide
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, refusal, settings, start, train, train_plainly
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Case, Outcome, assert_alike, refusal, settings, start, train, train_plainly
 
 CASE = Case(models.mlp, models.vector_batch, accumulation=3, clip=0.05)
 Pair = namedtuple("Pair", ["x", "y"])
@@ -45,15 +45,11 @@ def from_iterator(case: Case) -> Outcome:
     return train(case, take)
 
 
-def all_ways(cases: list[Case]) -> list[tuple[Outcome, Outcome, Outcome]]:
-    return [(train(case), train(case, classic), from_iterator(case)) for case in cases]
-
-
-def test_the_classic_form_and_an_iterator_equal_train_step(ranks: RankPool) -> None:
-    cases = [CASE.at(stage, config={"bf16": {"enabled": stage in (1, 3)}}) for stage in (0, 1, 2, 3)]
-    for expected, *others in ranks(2, all_ways, cases)[0]:
-        for outcome in others:
-            assert outcome.differences(expected) == []
+@on_ranks(2)
+def test_the_classic_form_and_an_iterator_equal_train_step() -> None:
+    for stage in (0, 1, 2, 3):
+        case = CASE.at(stage, config={"bf16": {"enabled": stage in (1, 3)}})
+        assert_alike([train(case), train(case, classic), from_iterator(case)], case)
 
 
 class Checked(models.Mlp):

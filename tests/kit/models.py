@@ -1,12 +1,13 @@
 """Small models that many tests train, and their batches."""
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 VOCAB = 301  # the embedding is longer than a shard of four, and nothing divides it
 LENGTH = 7
@@ -71,6 +72,25 @@ class TinyGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Recomputing(TinyGPT):
+    """Checkpoints its blocks itself: "inside" of their calls, "around" each, or "around all" with what is behind."""
+
+    def __init__(self, where: str, use_reentrant: bool = False) -> None:
+        super().__init__()
+        self.where, self.use_reentrant = where, use_reentrant
+        for block in self.blocks if where == "inside" else ():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        def run(x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=self.use_reentrant) if self.where == "around" else block(x)
+            return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+        x = self.embedding(ids) + self.position
+        return checkpoint(run, x, use_reentrant=False) if self.where == "around all" else run(x)
 
 
 class Mlp(nn.Module):

@@ -387,18 +387,22 @@ def run_in_fork(path: str, arguments: Sequence[str], descriptors: Sequence[int])
         os._exit(1)
 
 
-def on_ranks(num_ranks: int, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test whose body runs on so many ranks, each with the parameters and fixtures of the test, which are pickled."""
+def on_ranks(num_ranks: int | str, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A test whose body runs on so many ranks, each with the parameters and fixtures of the test, which are pickled.
+
+    num_ranks: the number, or the name of the parameter that has it.
+    """
 
     def made(law: Callable[..., None]) -> Callable[..., None]:
         def test(ranks: RankPool, **given: Any) -> None:
-            ranks(num_ranks, law, timeout=timeout, **given)
+            size = given[num_ranks] if isinstance(num_ranks, str) else num_ranks
+            ranks(size, law, *map(given.get, signature.parameters), timeout=timeout)
 
-        given = inspect.signature(law)
+        signature = inspect.signature(law)
         first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=RankPool)
         test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
-        signature = given.replace(parameters=[first, *given.parameters.values()])
-        vars(test).update(vars(law), law=law, __signature__=signature)
+        of_test = signature.replace(parameters=[first, *signature.parameters.values()])
+        vars(test).update(vars(law), law=law, __signature__=of_test)
         law.__qualname__ = f"{law.__name__}.law"  # by which workers find it
         return test
 

@@ -1,5 +1,6 @@
 """Training is the same to the last bit, whether activations are offloaded or not."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.offload import FileStore, OffloadError
-from tests.engine.test_activation_checkpointing import AroundBlocks, Noisy, NonReentrant, Reentrant
+from tests.engine.test_activation_checkpointing import RECOMPUTED, Noisy
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, assert_alike, take_step, train_all, trained
@@ -45,7 +46,7 @@ def offloaded(case: Case, folder: Path) -> Case:
 
 def test_models_of_all_kinds_train_the_same(ranks: RankPool, tmp_path: Path) -> None:
     """Stages, transports and precisions are asked in tests/laws."""
-    kinds = [Noisy, Reentrant, NonReentrant, AroundBlocks, Recurrent, models.tied_gpt]
+    kinds: list[Callable[[], nn.Module]] = [Noisy, *RECOMPUTED[:3], Recurrent, models.tied_gpt]
     cases = [replace(GPT, build=build).at(3 - 3 * (n % 2), config=SOCKETS) for n, build in enumerate(kinds)]
     outcomes = ranks(2, train_all, [one for case in cases for one in (case, offloaded(case, tmp_path))])[0]
     for case, *both in zip(cases, outcomes[::2], outcomes[1::2], strict=True):

@@ -15,7 +15,7 @@ from lowtide.parallel.collectives import copied, gathered, joined, parted, scatt
 from lowtide.parallel.sequence_attention import swapped
 from lowtide.parallel.splits import ranges_of
 from lowtide.parallel.vocab_parallel import VocabParallelLogits
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import refusal
 
 SHAPES = [(6, 4), (2, 12, 7), (2, 6, 900)]
@@ -36,19 +36,6 @@ def alone_at(size: int, place: int) -> Collectives:
 
 def of_rank(rank: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(rank)).double()
-
-
-def run_all(size: int, transport: str) -> list[tuple[Tensor, Tensor]]:
-    """(output, gradient of the input) of each function and shape; the gradient of the output is of another seed."""
-    exchange = exchange_on(size, transport)
-    found = []
-    for (function, dim), shape in product(FUNCTIONS, SHAPES):
-        x = of_rank(exchange.place, shape).requires_grad_()
-        y = function(x, exchange, *(() if dim is None else (dim,)), NAME)
-        y.backward(of_rank(100 + exchange.place, tuple(y.shape)))
-        assert x.grad is not None
-        found.append((y.detach(), x.grad))
-    return found
 
 
 FUNCTIONS: list[tuple[Callable[..., Tensor], int | None]] = [
@@ -84,41 +71,38 @@ def by_definition(function: Callable[..., Tensor], dim: int | None, x: list[Tens
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
-def test_collectives_are_what_they_say(ranks: RankPool, transport: str) -> None:
-    found = zip(*ranks(2, run_all, 2, transport), strict=True)
-    for ((function, dim), shape), of_ranks in zip(product(FUNCTIONS, SHAPES), found, strict=True):
-        right = by_definition(function, dim, [of_rank(rank, shape) for rank in range(2)])
-        torch.testing.assert_close(list(of_ranks), right)
-
-
-def bits_of_sums(dtype: torch.dtype) -> list[int]:
-    exchange = exchange_on(4, "shared_memory")
-    total = exchange.sum(of_rank(exchange.place, (3000,)).to(dtype), NAME)
-    return total.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()
+@on_ranks(2)
+def test_collectives_are_what_they_say(transport: str) -> None:
+    """The gradient of the output is of another seed."""
+    exchange = exchange_on(2, transport)
+    for (function, dim), shape in product(FUNCTIONS, SHAPES):
+        x = of_rank(exchange.place, shape).requires_grad_()
+        y = function(x, exchange, *(() if dim is None else (dim,)), NAME)
+        y.backward(of_rank(100 + exchange.place, tuple(y.shape)))
+        right = by_definition(function, dim, [of_rank(rank, shape) for rank in range(2)])[exchange.place]
+        torch.testing.assert_close((y.detach(), x.grad), right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_all_ranks_have_the_bits_of_a_sum_that_is_rounded_once(ranks: RankPool, dtype: torch.dtype) -> None:
-    found = ranks(4, bits_of_sums, dtype)
-    terms = [of_rank(rank, (3000,)).to(dtype).float() for rank in range(4)]
-    right = (((terms[0] + terms[1]) + terms[2]) + terms[3]).to(dtype)
-    assert found == [right.view(torch.int16 if dtype == torch.bfloat16 else torch.int32).tolist()] * 4
-
-
-def swaps(transport: str) -> Tensor:
-    exchange = exchange_on(2, transport)
-    x = of_rank(exchange.place, (2, 3, 5)).requires_grad_()
-    y = swapped(x, exchange, NAME)
-    (y * y.detach()).sum().backward()
-    assert x.grad is not None and torch.equal(x.grad, x)  # the gradient of y has gone the way back
-    return y.detach()
+@on_ranks(4)
+def test_all_ranks_have_the_bits_of_a_sum_that_is_rounded_once(dtype: torch.dtype) -> None:
+    exchange = exchange_on(4, "shared_memory")
+    terms = [of_rank(rank, (3000,)).to(dtype) for rank in range(4)]
+    found = exchange.sum(terms[exchange.place], NAME)
+    a, b, c, d = (term.float() for term in terms)
+    assert torch.equal(found, (((a + b) + c) + d).to(dtype))
 
 
 @pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
-def test_what_ranks_have_for_each_other_is_swapped(ranks: RankPool, transport: str) -> None:
+@on_ranks(2)
+def test_what_ranks_have_for_each_other_is_swapped(transport: str) -> None:
+    exchange = exchange_on(2, transport)
     given = torch.stack([of_rank(rank, (2, 3, 5)) for rank in range(2)])
-    for rank, got in enumerate(ranks(2, swaps, transport)):
-        assert torch.equal(got, given[:, rank])
+    x = given[exchange.place].clone().requires_grad_()
+    y = swapped(x, exchange, NAME)
+    (y * y.detach()).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x)  # the gradient of y has gone the way back
+    assert torch.equal(y.detach(), given[:, exchange.place])
 
 
 TOKENS, NUMEL = 6, 7  # two ranks have three and four
@@ -159,21 +143,6 @@ USES: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def used_in_parts() -> list[tuple[Tensor, Tensor, Tensor]]:
-    exchange = exchange_on(2, "shared_memory")
-    low, high = ranges_of(NUMEL, 2)[exchange.place]
-    found = []
-    for use in USES.values():
-        x, target = logits()
-        own = x[..., low:high].clone().requires_grad_()
-        SCALES.clear()
-        loss = use(VocabParallelLogits(own, NUMEL, low, exchange), target)
-        loss.backward()
-        assert own.grad is not None
-        found.append((loss.detach(), own.grad, torch.stack([*SCALES, loss.detach()])))
-    return found
-
-
 CHANGES: dict[str, Callable[[Any], object]] = {
     "masked_fill_": lambda x: x.masked_fill_(x > 0, 0.0),
     "relu_": lambda x: torch.relu_(x),
@@ -192,16 +161,18 @@ def test_a_change_in_place_and_a_target_that_is_no_token_are_refused() -> None:
     assert text.startswith("Target ") and "out of bounds" in text
 
 
-def test_logits_in_parts_are_used_as_all_of_them(ranks: RankPool) -> None:
-    for place, found in enumerate(ranks(2, used_in_parts)):
-        low, high = ranges_of(NUMEL, 2)[place]
-        for (name, use), (loss, gradient, scales) in zip(USES.items(), found, strict=True):
+@on_ranks(2)
+def test_logits_in_parts_are_used_as_all_of_them() -> None:
+    exchange = exchange_on(2, "shared_memory")
+    low, high = ranges_of(NUMEL, 2)[exchange.place]
+    for name, use in USES.items():
+        found = []
+        for is_part in (True, False):
             x, target = logits()
-            x.requires_grad_()
+            x = (x[..., low:high].clone() if is_part else x).requires_grad_()
             SCALES.clear()
-            expected = use(x, target)
-            expected.backward()
+            loss = use(VocabParallelLogits(x, NUMEL, low, exchange) if is_part else x, target)
+            loss.backward()
             assert x.grad is not None
-            torch.testing.assert_close(loss, expected.detach(), msg=f"{name}: {{}}".format)
-            torch.testing.assert_close(scales, torch.stack([*SCALES, loss]), msg=f"{name}: {{}}".format)
-            torch.testing.assert_close(gradient, x.grad[..., low:high], msg=f"{name}: {{}}".format)
+            found.append((loss.detach(), x.grad if is_part else x.grad[..., low:high], list(SCALES)))
+        torch.testing.assert_close(*found, msg=f"{name}: {{}}".format)

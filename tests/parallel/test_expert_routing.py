@@ -10,7 +10,7 @@ from torch.nn import functional
 
 import lowtide
 from lowtide.parallel.expert_dispatch import ExpertSelfCheck
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal
 
 EXPERTS, WIDTH = 4, 3
@@ -112,19 +112,16 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def norms_of_all_ways() -> list[list[float]]:
-    return [train(5, 2, **more)[0] for more in ({}, *WAYS)]
+@on_ranks(2)
+def test_every_transport_and_a_recomputation_take_all_choices() -> None:
+    expected, _ = train(5, 2)
+    for way in WAYS:
+        assert train(5, 2, **way)[0] == pytest.approx(expected, rel=1e-9), way
 
 
-def test_every_transport_and_a_recomputation_take_all_choices(ranks: RankPool) -> None:
-    expected, *others = ranks(2, norms_of_all_ways)[0]
-    for way, found in zip(WAYS, others, strict=True):
-        assert found == pytest.approx(expected, rel=1e-9), way
-
-
-def bytes_on_the_wire() -> tuple[int, int, float, float]:
-    """(counted, by the formula) of a step in which this rank's three tokens have four choices on the other rank; a loss
-    without and with gradients."""
+@on_ranks(2)
+def test_bytes_on_the_wire_are_those_of_the_formula_and_an_evaluation_exchanges_too() -> None:
+    """In a step this rank's three tokens have four choices on the other rank."""
     with lowtide.initialize(model(), config_of(2)) as engine:
         exchange = engine._mesh.exchange(("expert",))
         other = (engine.rank + 1) % 2 * EXPERTS // 2
@@ -132,17 +129,12 @@ def bytes_on_the_wire() -> tuple[int, int, float, float]:
         batch = torch.ones(3, WIDTH, dtype=torch.float64, requires_grad=True), index
         trained, sent = engine.train_step(batch).loss.item(), exchange.bytes_sent
     with lowtide.initialize(model(), config_of(2)) as engine:
-        evaluated = engine.eval_step(batch).item()
+        assert engine.eval_step(batch).item() == trained
     counts, rows = 2 * 2 * 8, 3 * WIDTH * 8  # of two slots for two ranks; a token goes once, whatever it has chosen
     numbers, weights = 4 * 4, 4 * 8
     forward = counts + numbers + weights + 2 * rows  # there, and as many of the other rank's back
     backward = weights + 2 * rows
-    return sent, 2 * (forward + backward), evaluated, trained
-
-
-def test_bytes_on_the_wire_are_those_of_the_formula_and_an_evaluation_exchanges_too(ranks: RankPool) -> None:
-    for counted, expected, evaluated, trained in ranks(2, bytes_on_the_wire):
-        assert counted == expected and evaluated == trained
+    assert sent == 2 * (forward + backward)
 
 
 def alone(has_trained: bool) -> str:
@@ -228,17 +220,13 @@ def test_others_are_taken(build: Callable[[], Experts], dtype: torch.dtype) -> N
     assert tried(build(), dtype).shape == (7, WIDTH)
 
 
-def refusals() -> list[str]:
-    """Of a training on an output of another shape, and of ranks without data."""
+@on_ranks(2)
+def test_what_is_refused_when_ranks_train() -> None:
+    """A training on an output of another shape, and ranks without data."""
     made = Routed()
     made.layers = nn.ModuleList([Changed(widened)])
     with lowtide.initialize(made, config_of(2)) as engine:
-        found = [refusal(engine.train_step, (torch.ones(1, WIDTH), torch.tensor([[0, 3]])))]
+        text = refusal(engine.train_step, (torch.ones(1, WIDTH), torch.tensor([[0, 3]])))
+        assert "'layers.0': expected an output of the shape of its input, (2, 3), found" in text
     with lowtide.initialize(model(), config_of(2)) as engine:
-        return [*found, refusal(engine.join().__enter__)]
-
-
-def test_what_is_refused_when_ranks_train(ranks: RankPool) -> None:
-    shape, joined = ranks(2, refusals)[0]
-    assert "'layers.0': expected an output of the shape of its input, (2, 3), found" in shape
-    assert "expected a config without parallel.expert, found it" in joined
+        assert "expected a config without parallel.expert, found it" in refusal(engine.join().__enter__)

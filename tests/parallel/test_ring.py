@@ -14,7 +14,7 @@ from lowtide.parallel.block_attention import Kind, Scores, Seen
 from lowtide.parallel.ring_attention import Ring, _pairs, ring_attention
 from lowtide.parallel.sequence_attention import heads_fault, way_line
 from lowtide.parallel.sequence_data import AttentionContext
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import logged, refusal
 from tests.parallel.test_collectives import alone_at, exchange_on
 from tests.parallel.test_sequence import RING, TWO, batch_of, built
@@ -63,22 +63,6 @@ def whole_of(case: str, stream: int = 0) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
 
 
-def round_a_ring(transport: str, size: int, stride: int) -> dict[str, tuple[list[Tensor], int, int]]:
-    """By case: this rank's output and gradients, bytes that it sent in the forward, and in the backward."""
-    exchange, found = exchange_on(size, transport), {}
-    for case in CASES:
-        place, beside = divmod(exchange.place, stride)
-        parts = [one.chunk(size // stride, 2)[place].clone() for one in tensors_of(case, beside)]
-        inputs = [one.requires_grad_() for one in parts[:3]]
-        ring = Ring(exchange, stride, inputs[0].shape[2], seen_of(case))
-        before = exchange.bytes_sent
-        out = ring_attention(inputs[0], inputs[1], inputs[2], ring, Scores(ring.seen, SCALE))
-        middle = exchange.bytes_sent
-        grads = torch.autograd.grad(out, inputs, parts[3])
-        found[case] = [out.detach(), *grads], middle - before, exchange.bytes_sent - middle
-    return found
-
-
 def bytes_of(case: str, place: int, size: int) -> tuple[int, int]:
     """What a rank sends: keys and values once a hop, their gradients once a hop and home, halves where they trade."""
     heads, of_keys, tokens, width, is_causal, window, *_ = CASES[case]
@@ -97,17 +81,24 @@ def bytes_of(case: str, place: int, size: int) -> tuple[int, int]:
     ("transport", "size", "stride"),
     [("shared_memory", 4, 1), ("shared_memory", 4, 2), ("sockets", 3, 1), ("native", 2, 1)],
 )
+@on_ranks("size")
 def test_a_ring_attends_as_one_process_does_with_the_bytes_of_the_formula(
-    ranks: RankPool, transport: str, size: int, stride: int
+    transport: str, size: int, stride: int
 ) -> None:
-    rings = size // stride
-    right = {(case, beside): whole_of(case, beside) for case in CASES for beside in range(stride)}
-    for rank, found in enumerate(ranks(size, round_a_ring, transport, size, stride)):
-        place, beside = divmod(rank, stride)
-        for case, (values, forward, backward) in found.items():
-            for value, whole in zip(values, right[case, beside], strict=True):
-                torch.testing.assert_close(value, whole.chunk(rings, 2)[place], msg=f"{case}, rank {rank}")
-            assert (forward, backward) == bytes_of(case, place, rings), (case, rank)
+    exchange, rings = exchange_on(size, transport), size // stride
+    place, beside = divmod(exchange.place, stride)
+    for case in CASES:
+        parts = [one.chunk(rings, 2)[place].clone() for one in tensors_of(case, beside)]
+        inputs = [one.requires_grad_() for one in parts[:3]]
+        ring = Ring(exchange, stride, inputs[0].shape[2], seen_of(case))
+        before = exchange.bytes_sent
+        out = ring_attention(inputs[0], inputs[1], inputs[2], ring, Scores(ring.seen, SCALE))
+        middle = exchange.bytes_sent
+        found = [out.detach(), *torch.autograd.grad(out, inputs, parts[3])]
+        sent = middle - before, exchange.bytes_sent - middle
+        for value, whole in zip(found, whole_of(case, beside), strict=True):
+            torch.testing.assert_close(value, whole.chunk(rings, 2)[place], msg=f"{case}: {{}}".format)
+        assert sent == bytes_of(case, place, rings), case
 
 
 def kinds_of(size: int, tokens: int, place: int, hop: int) -> list[Kind]:
@@ -126,12 +117,15 @@ def test_each_rank_has_as_much_to_compute_at_each_hop(size: int) -> None:
     assert computed == list(range(1, size + 1))  # parts of an odd number of tokens stay as they are
 
 
-def memory_of(size: int) -> list[tuple[int, int]]:
+TOKENS = 512
+
+
+@on_ranks(4)
+def test_a_rank_holds_its_part_and_that_on_its_way() -> None:
     """Without and with a mask: elements that are kept for the backward, and those of the largest tensor."""
-    exchange, found = exchange_on(size, "sockets"), []
+    exchange, part = exchange_on(4, "sockets"), TOKENS // 4
     block_attention._MOST_SCORES["cpu"] = 4 * TOKENS
     for keys in (None, torch.rand(1, TOKENS) < 0.5):
-        part = TOKENS // size
         query, key, value = (torch.randn(1, 2, part, SIZE).requires_grad_() for _ in range(3))
         seen = Seen(AttentionContext(TOKENS, keys), True, None)
         kept: dict[int, int] = {}
@@ -143,19 +137,10 @@ def memory_of(size: int) -> list[tuple[int, int]]:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one), Largest() as largest:
             out = ring_attention(query, key, value, Ring(exchange, 1, part, seen), Scores(seen, SCALE))
             out.sum().backward()
-        found.append((sum(kept.values()), largest.numel))
-    return found
-
-
-TOKENS = 512
-
-
-def test_a_rank_holds_its_part_and_that_on_its_way(ranks: RankPool) -> None:
-    part = 2 * TOKENS // 4 * SIZE  # of both heads
-    for found in ranks(4, memory_of, 4):
-        for kept, largest in found:
-            assert kept == 4 * part + part // SIZE  # queries, keys, values, outputs, and a number for each query
-            assert largest <= 3 * part  # halves of three that trade places; whole scores would be 8 part and more
+        # Queries, keys, values, outputs, and a number for each query.
+        assert sum(kept.values()) == 4 * query.numel() + query.numel() // SIZE
+        # Halves of three that trade places; whole scores would be 8 times a part and more.
+        assert largest.numel <= 3 * query.numel()
 
 
 def test_dropout_drops_the_same_in_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,14 +158,11 @@ def test_dropout_drops_the_same_in_the_backward(monkeypatch: pytest.MonkeyPatch)
         assert (mean - attend(inputs[0], inputs[1], inputs[2], 0.0)).abs().max() < 0.15
 
 
-def lines_of_the_log() -> list[str]:
+@on_ranks(2)
+def test_rank_0_logs_the_way() -> None:
     with logged() as lines, lowtide.initialize(built("llama"), config_of(1) | TWO | RING) as engine:
         engine.train_step(batch_of(0, "odd"))
-    return lines
-
-
-def test_rank_0_logs_the_way(ranks: RankPool) -> None:
-    assert [way_line(2, 4, 1, "ring") in lines for lines in ranks(2, lines_of_the_log)] == [True, False]
+    assert (way_line(2, 4, 1, "ring") in lines) == (engine.rank == 0)
 
 
 LINES = {

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import refusal
 from tests.parallel.test_sequence import RING, TWO, Attends, Batch, Plain, batch_of, built
 from tests.parallel.test_sequence_losses import WithLogits, cross_entropy, mean
@@ -195,23 +195,17 @@ REFUSED: dict[int, list[Refused]] = {  # by number of ranks
 }
 
 
-def refusals(num_ranks: int) -> list[str]:
-    found = []
+@pytest.mark.parametrize("num_ranks", REFUSED)
+@on_ranks("num_ranks", timeout=120)
+def test_what_cannot_be_shared_is_an_error(num_ranks: int) -> None:
+    """The second time too."""
     for row in REFUSED[num_ranks]:
         torch.manual_seed(0)
         with lowtide.initialize(row.build(), config_of(1) | row.config, loss_fn=row.loss_fn) as engine:
             with contextlib.suppress(ValueError):
                 row.call(engine, batch_of(0, row.kind))
             engine.zero_grad()
-            found.append(refusal(row.call, engine, batch_of(0, row.kind)))
-    return found
-
-
-@pytest.mark.parametrize("num_ranks", REFUSED)
-def test_what_cannot_be_shared_is_an_error(ranks: RankPool, num_ranks: int) -> None:
-    for found in ranks(num_ranks, refusals, num_ranks, timeout=120):
-        for row, text in zip(REFUSED[num_ranks], found, strict=True):
-            assert row.text in text
+            assert row.text in refusal(row.call, engine, batch_of(0, row.kind))
 
 
 class OwnAttention(nn.Module):
@@ -251,16 +245,9 @@ REFUSED_MODELS: list[tuple[Callable[[], nn.Module], str]] = [
 ]
 
 
-def refused_models() -> list[str]:
-    found = []
+@on_ranks(3)
+def test_models_whose_sequences_cannot_be_shared_are_errors() -> None:
     for make, text in REFUSED_MODELS:
         more = {"sequence_parallel": {"attention": "ulysses"}} if "heads" in text else {}
         config = config_of(1, parallel={"sequence": 3}, **more)
-        found.append(refusal(lowtide.initialize, make(), config, kind=lowtide.ConfigError))
-    return found
-
-
-def test_models_whose_sequences_cannot_be_shared_are_errors(ranks: RankPool) -> None:
-    for found in ranks(3, refused_models):
-        for (_, expected), text in zip(REFUSED_MODELS, found, strict=True):
-            assert re.search(expected, text)
+        assert re.search(text, refusal(lowtide.initialize, make(), config, kind=lowtide.ConfigError))

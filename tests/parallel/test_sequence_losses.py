@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import differences
 from tests.parallel.test_sequence import RING, TWO, Attends, Batch, Plain, batch_of, built, train
 from tests.parallel.test_tiles import config_of
 from tests.parallel.trainings import AGAIN, apart, values_after
@@ -225,13 +226,10 @@ def test_each_part_of_a_sequence_drops_elements_of_its_own(ranks: RankPool, pipe
             assert torch.equal(*one[0][-1]) and torch.equal(*other[0][-1])
 
 
-def recomputed_ring() -> list[dict[str, Tensor]]:
-    return [train("dropping", "odd", config_of(1) | TWO | RING | more) for more in ({}, AGAIN)]
-
-
-def test_a_recomputed_block_round_a_ring_drops_what_it_has_dropped(ranks: RankPool) -> None:
-    kept, again = ranks(2, recomputed_ring)[0]
-    assert all(torch.equal(kept[key], again[key]) for key in kept)
+@on_ranks(2)
+def test_a_recomputed_block_round_a_ring_drops_what_it_has_dropped() -> None:
+    kept, again = (train("dropping", "odd", config_of(1) | TWO | RING | more) for more in ({}, AGAIN))
+    assert differences(again, kept) == []
 
 
 def recompute(name: str, model: Any) -> None:

@@ -1,7 +1,9 @@
-"""Bytes of split layers are those of the formulas: on the wire, kept for the backward, in tiles, of a rank's shards."""
+"""Bytes of split layers are those of the formulas; ranks draw the same numbers where they compute the same."""
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, trained, wrong_bytes
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, refusal, trained, wrong_bytes
 from tests.parallel import models_of_others as others
-from tests.parallel.trainings import PARTS, SOCKETS, TENSOR, Largest, dropping, mixed, split_config
+from tests.parallel.adapters import LAYERS, adapted
+from tests.parallel.trainings import AGAIN, PARTS, SOCKETS, TENSOR, Largest, Mixer, dropping, mixed, split_config
 
 
 def sent_in_second_step(engine: lowtide.Engine, batch: Any, watching: AbstractContextManager[Any] | None = None) -> int:
@@ -25,14 +28,11 @@ def sent_in_second_step(engine: lowtide.Engine, batch: Any, watching: AbstractCo
     return exchange.bytes_sent - before
 
 
-def bytes_on_the_wire() -> int:
-    with lowtide.initialize(dropping(), split_config()) as engine:
-        return sent_in_second_step(engine, (mixed(),))
-
-
-def test_each_pair_of_a_column_and_a_row_split_sums_once_forward_and_once_backward(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_each_pair_of_a_column_and_a_row_split_sums_once_forward_and_once_backward() -> None:
     a_sum = 2 * (2 * 6 * 8) * 4 * (2 - 1) // 2  # 2 (n - 1) / n of (rows, tokens, width) float32
-    assert ranks(2, bytes_on_the_wire) == [2 * 2 * a_sum] * 2
+    with lowtide.initialize(dropping(), split_config()) as engine:
+        assert sent_in_second_step(engine, (mixed(),)) == 2 * 2 * a_sum
 
 
 def of_blocks(build: Callable[..., nn.Module], config: dict[str, Any]) -> list[tuple[int, int]]:
@@ -68,14 +68,11 @@ BLOCKS: list[tuple[Callable[..., nn.Module], dict[str, Any], float, int]] = [
 ]
 
 
-def of_all_blocks() -> list[list[tuple[int, int]]]:
-    return [of_blocks(build, config) for build, config, _, _ in BLOCKS]
-
-
-def test_bytes_of_a_block_are_those_of_the_formulas(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_bytes_of_a_block_are_those_of_the_formulas() -> None:
     """Without parts GPT-2 keeps the inputs of two norms, with two numbers of each token, and of two columns, each of
     sbh; with parts half of the first two."""
-    found = ranks(2, of_all_blocks)[0]
+    found = [of_blocks(build, config) for build, config, _, _ in BLOCKS]
     for (_, _, moved, summed), (two, three) in zip(BLOCKS, found, strict=True):
         assert three[0] - two[0] == moved * SBH // 2 + summed * 8
     (whole, more_of_whole), (parts, more_of_parts) = found[:2]
@@ -122,33 +119,26 @@ class Wide(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-TILED = [(64, TENSOR), (128, PARTS)]
-
-
-def in_tiles() -> list[tuple[int, int]]:
-    """(elements of the largest tensor of a step, bytes that it has sent)."""
-    plan = {"plan": {"up": "column", "down": "row", "embedding": "vocabulary", "head": "vocabulary"}}
-    found = []
-    for tile, parallel in TILED:
-        ids = torch.arange(LENGTH)[None] % VOCAB
-        config = split_config(**parallel, tensor_parallel=plan, tiles=tile, train_micro_batch_size_per_gpu=1)
-        with lowtide.initialize(Wide(), config) as engine:
-            sent = sent_in_second_step(engine, (ids,), largest := Largest())
-        found.append((largest.numel, sent))
-    return found
-
-
-def test_what_is_made_in_tiles_is_in_proportion_to_the_tile(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_what_is_made_in_tiles_is_in_proportion_to_the_tile() -> None:
     """Logits of a tile's tokens, of half of the vocabulary; those of all tokens would be 4 and 8 times as many.
 
     Tiles of an MLP over parts are of as many tokens on each rank. Three sums of an MLP, one of the embedding and one in
     front of the head are sent, each as large as the activations between two ranks, and three numbers of each token.
     With parts two halves around the stack too, and the biases of two rows.
     """
+    plan = {"plan": {"up": "column", "down": "row", "embedding": "vocabulary", "head": "vocabulary"}}
     activations = LENGTH * WIDTH * 4
     sent = (3 * 2 + 2) * activations + 3 * LENGTH * 4
-    right = [(64 * VOCAB // 2, sent), (128 * INNER, sent + activations + 2 * WIDTH * 4)]
-    assert ranks(2, in_tiles) == [right] * 2
+    for tile, parallel, numel, moved in (
+        (64, TENSOR, 64 * VOCAB // 2, sent),
+        (128, PARTS, 128 * INNER, sent + activations + 2 * WIDTH * 4),
+    ):
+        ids, largest = torch.arange(LENGTH)[None] % VOCAB, Largest()
+        config = split_config(**parallel, tensor_parallel=plan, tiles=tile, train_micro_batch_size_per_gpu=1)
+        with lowtide.initialize(Wide(), config) as engine:
+            assert sent_in_second_step(engine, (ids,), largest) == moved
+        assert largest.numel == numel
 
 
 SPLIT: dict[int, tuple[Case, float]] = {  # by number of ranks: a case, and the most of the whole that a rank has
@@ -157,18 +147,133 @@ SPLIT: dict[int, tuple[Case, float]] = {  # by number of ranks: a case, and the 
 }
 
 
-def bytes_apart(case: Case) -> tuple[str, int]:
-    """Where bytes differ from the blueprint's, and elements of a rank's parts of parameters."""
+@pytest.mark.parametrize("num_ranks", SPLIT)
+@on_ranks("num_ranks")
+def test_the_blueprint_says_the_bytes_of_a_split(num_ranks: int) -> None:
+    case, most = SPLIT[num_ranks]
+    whole = sum(param.numel() for param in case.build().parameters())
     with trained(case, 1) as engine:
         groups = [group for unit in engine._runner.passes.units for group in unit.groups]
         with engine.gathered():
             own = sum(param.numel() for group in groups for param in group.params)
-        return wrong_bytes(engine, case), own
+        assert not wrong_bytes(engine, case) and own < most * whole
 
 
-@pytest.mark.parametrize("num_ranks", SPLIT)
-def test_the_blueprint_says_the_bytes_of_a_split(ranks: RankPool, num_ranks: int) -> None:
-    case, most = SPLIT[num_ranks]
-    whole = sum(param.numel() for param in case.build().parameters())
-    for differing, own in ranks(num_ranks, bytes_apart, case):
-        assert not differing and own < most * whole
+def what_is_dropped(config: dict[str, Any]) -> tuple[list[list[bool]], float]:
+    """By call of a dropout: which elements are zero; and the loss of a second step."""
+    engine = lowtide.initialize(dropping(), split_config(**config))
+    found: list[list[bool]] = []
+
+    def note(part: nn.Module, args: Any, output: Tensor) -> None:
+        if part.training:
+            found.append((output == 0).view(-1).tolist())
+
+    for part in engine.module.modules():
+        if isinstance(part, nn.Dropout):
+            part.register_forward_hook(note)
+    torch.manual_seed(0)
+    engine.train_step((mixed(),))
+    loss = engine.train_step((mixed(),)).loss.item()
+    engine.close()
+    return found[:4], loss
+
+
+@pytest.mark.parametrize("config", [TENSOR, PARTS])
+def test_dropout_differs_where_ranks_have_parts_and_is_the_same_when_recomputed(
+    ranks: RankPool, config: dict[str, Any]
+) -> None:
+    """Between splits each rank has half of the columns; beside them half of the tokens, or all."""
+    (first, loss), (second, other_loss) = ranks(2, what_is_dropped, config)
+    assert [len(one) for one in first] == [2 * 6 * 32, 2 * (3 if config == PARTS else 6) * 8] * 2
+    for call, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert any(one) and (one != other) == (call % 2 == 0 or config == PARTS)
+    assert first[0] != first[2] and first[1] != first[3]
+    assert loss == other_loss == ranks(2, what_is_dropped, config | AGAIN)[0][1]
+
+
+def with_adapters() -> nn.Module:
+    return adapted(others.llama(), LAYERS, lora_dropout=0.4)
+
+
+DROPPING: list[tuple[Callable[[], nn.Module], dict[str, Any]]] = [
+    (others.dropping_gpt2, TENSOR | {"zero_optimization": {"stage": 3}}),
+    (partial(others.bloom, rate=0.3), PARTS),  # what all compute, beside attention
+    (with_adapters, TENSOR),  # matrices that all have
+]
+
+
+def losses_with_dropout() -> list[list[float]]:
+    found = []
+    for build, config in DROPPING:
+        for again in ({}, AGAIN):
+            torch.manual_seed(0)
+            with lowtide.initialize(build(), split_config(**config, **again)) as engine:
+                found.append([engine.train_step(others.tokens(step, 2)).loss.item() for step in range(2)])
+    return found
+
+
+def test_dropout_of_models_of_others_is_the_same_on_all_and_in_a_recomputation(ranks: RankPool) -> None:
+    """Else the first backward finds other gradients of what ranks have alike."""
+    found, others_have = ranks(2, losses_with_dropout)
+    assert others_have == found and len({loss for losses in found for loss in losses}) >= 2 * len(DROPPING)
+    for kept, recomputed in zip(found[::2], found[1::2], strict=True):
+        assert kept == pytest.approx(recomputed, rel=1e-9)
+
+
+class Hidden(Mixer):
+    """A dropout that no module and no attribute shows."""
+
+    def forward(self, x: Tensor, beside: Any = None) -> Tensor:
+        return nn.functional.dropout(super().forward(x), 0.5).square().mean()
+
+
+class Fails(nn.Module):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ArithmeticError
+        return x
+
+
+def losses_of_other_seeds() -> list[float]:
+    """With seeds of the ranks: of a hidden dropout, of none at all, and behind an error between two splits."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(rank)
+    with lowtide.initialize(Hidden(), split_config()) as engine:
+        found = [engine.train_step((mixed(),)).loss.item()]
+    with lowtide.initialize(dropping(0.0), split_config()) as engine:
+        torch.manual_seed(rank)
+        found.append(engine.train_step((mixed(),)).loss.item())
+    model = dropping()
+    model.blocks[0].inner = nn.Sequential(nn.Dropout(0.5), Fails())
+    with lowtide.initialize(model, split_config()) as engine:
+        engine.train_step((mixed(),))
+        model.blocks[0].inner[1].fails = True
+        with pytest.raises(ArithmeticError):
+            engine.train_step((mixed(),))
+        model.blocks[0].inner[1].fails = False
+        return [*found, engine.train_step((mixed(),)).loss.item()]
+
+
+def test_ranks_of_other_seeds_draw_the_same(ranks: RankPool) -> None:
+    first, second = ranks(2, losses_of_other_seeds)
+    assert first == second
+
+
+@pytest.mark.parametrize(("size", "pipeline"), [(2, 1), (4, 2)])
+@on_ranks("size")
+def test_ranks_that_are_seeded_apart_are_told(size: int, pipeline: int) -> None:
+    """Rank 1 seeds again, then all do alike."""
+    torch.manual_seed(3)
+    batch, config = (mixed(rows=4),), split_config({"tensor": 2, "pipeline": pipeline}, gradient_accumulation_steps=2)
+    with lowtide.initialize(dropping(), config) as engine:
+        engine.train_step(batch)
+        if engine.rank == 1:
+            torch.manual_seed(4)
+        engine.eval_step(batch)  # which draws nothing
+        assert refusal(engine.train_step, batch).startswith(
+            "random generators: expected the same state on the 2 ranks of parallel.tensor, since"
+        )
+        torch.manual_seed(5)
+        engine.train_step(batch)

@@ -15,7 +15,7 @@ from torch.nn import functional
 import lowtide
 from lowtide.kernels.linear_layers import weight_gradient
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, assert_close, refusal, settings, train_all, train_plainly
 from tests.parallel import models_of_others as others
 from tests.parallel.adapters import LAYERS, adapted
@@ -121,11 +121,11 @@ def test_each_implementation_of_experts_trains_as_whole_experts_do(
         assert found.norms == pytest.approx(expected.norms, rel=TOLERANCE)
 
 
-def test_half_precision_trains_as_whole_experts_do(ranks: RankPool) -> None:
-    case = case_of(others.single_mixtral)
-    halves = [case.at(3, clip=0.0, config={name: {"enabled": True}}) for name in ("bf16", "fp16")]
-    outcomes = ranks(2, train_all, [*halves, *(case.at(3, config=EXPERT) for case in halves)])[0]
-    for whole, found in zip(outcomes[:2], outcomes[2:], strict=True):
+@on_ranks(2)
+def test_half_precision_trains_as_whole_experts_do() -> None:
+    for name in ("bf16", "fp16"):
+        case = case_of(others.single_mixtral).at(3, clip=0.0, config={name: {"enabled": True}})
+        whole, found = train_all([case, case.at(3, config=EXPERT)])
         assert found.losses == pytest.approx(whole.losses, rel=3e-3)
         assert found.norms == pytest.approx(whole.norms, rel=3e-2)
         assert found.scales == whole.scales
@@ -208,9 +208,9 @@ class Logits(nn.Module):
         return functional.cross_entropy(self.head(self.embedding(ids)).flatten(0, 1), ids.flatten())
 
 
-def gradients_in_place() -> list[tuple[tuple[int, ...], bool]]:
-    """Of products: the sizes of what they are of, and whether there was a place for them."""
-    found = []
+@on_ranks(2)
+def test_the_gradient_of_a_split_head_is_written_in_place() -> None:
+    found = []  # of products: the sizes of what they are of, and whether there was a place for them
 
     def seen(dy: Tensor, x: Tensor, is_transposed: bool, out: Tensor | None = None) -> Tensor:
         found.append((tuple(dy.shape), out is not None))
@@ -223,11 +223,7 @@ def gradients_in_place() -> list[tuple[tuple[int, ...], bool]]:
     ):
         patch.setattr("lowtide.zero.hooks.weight_gradient", seen)
         engine.train_step((torch.arange(8).view(2, 4),))
-    return found
-
-
-def test_the_gradient_of_a_split_head_is_written_in_place(ranks: RankPool) -> None:
-    assert ranks(2, gradients_in_place) == [[((2, 4, 512), True)]] * 2
+    assert found == [((2, 4, 512), True)]
 
 
 def llama() -> nn.Module:
@@ -263,15 +259,10 @@ REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]]
 ]
 
 
-def refusals() -> list[str]:
-    return [
-        refusal(lowtide.initialize, adapted(others.llama(), layers, **more), split_config(**config))
-        for layers, more, config, _ in REFUSED
-    ]
-
-
-def test_adapters_that_need_whole_layers_or_tokens_are_refused(ranks: RankPool) -> None:
-    for text, (*_, parts) in zip(ranks(2, refusals)[0], REFUSED, strict=True):
+@on_ranks(2)
+def test_adapters_that_need_whole_layers_or_tokens_are_refused() -> None:
+    for layers, more, config, parts in REFUSED:
+        text = refusal(lowtide.initialize, adapted(others.llama(), layers, **more), split_config(**config))
         assert all(part in text for part in parts)
 
 

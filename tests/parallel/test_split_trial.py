@@ -1,8 +1,9 @@
-"""Split layers are compared with the whole ones before the first step: a plan that does not fit is an error."""
+"""Split layers are compared with the whole ones before the first step. Checkpoints and exports know no split."""
 
 import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import ADAMW
+from tests.parallel import models_of_others as others
+from tests.parallel.test_expert_lists import rows_of, skipping
 from tests.parallel.test_expert_routing import Experts
 from tests.parallel.test_sequence import Plain, batch_of
-from tests.parallel.trainings import split_config
+from tests.parallel.trainings import EXPERT, TENSOR, split_config
 
 WIDTH = 32
 
@@ -117,18 +121,15 @@ CASES: list[tuple[Callable[[], nn.Module], str, dict[str, str], str]] = [
 ]
 
 
-def loss_under_autocast() -> float:
+@on_ranks(2)
+def test_operations_in_bfloat16_may_differ_by_their_rounding() -> None:
     torch.manual_seed(0)
     model = Plain()
     model.blocks = nn.ModuleList(Layer(partial(GateUp, nn.Tanh)) for _ in range(2))
     plan = {"mlp.both": "column", "mlp.back": "row", "qkv": "column/3", "out": "row"}
     config = split_config({"tensor": 2}, tensor_parallel={"plan": plan}, torch_autocast={"enabled": True})
     with lowtide.initialize(model, config) as engine:
-        return engine.train_step({key: value[:2] for key, value in batch_of(0, "plain").items()}).loss.item()
-
-
-def test_operations_in_bfloat16_may_differ_by_their_rounding(ranks: RankPool) -> None:
-    assert ranks(2, loss_under_autocast)[0] > 0
+        assert engine.train_step({key: value[:2] for key, value in batch_of(0, "plain").items()}).loss > 0
 
 
 def tried(case: int, parallel: dict[str, int], stage: int = 3) -> str:
@@ -154,20 +155,16 @@ def losses(mlp: Callable[[], nn.Module], parallel: dict[str, int], stage: int, p
             return str(error)
 
 
-def all_tried() -> list[str]:
-    return [tried(case, {"tensor": 2}) for case in range(len(CASES))]
-
-
-def test_a_plan_that_does_not_fit_is_an_error_before_the_first_step(ranks: RankPool) -> None:
-    for of_rank in ranks(2, all_tried):
-        for (*_, text), found in zip(CASES, of_rank, strict=True):
-            assert re.search(text, found)
+@on_ranks(2)
+def test_a_plan_that_does_not_fit_is_an_error_before_the_first_step() -> None:
+    for case, (*_, text) in enumerate(CASES):
+        assert re.search(text, tried(case, {"tensor": 2}))
 
 
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "pipeline": 2}, {"tensor": 2, "sequence": 2}])
-def test_ranks_beside_it_hear_of_it(ranks: RankPool, parallel: dict[str, int]) -> None:
-    for found in ranks(4, tried, 0, parallel, 1):
-        assert 'give it the style "column/2"' in found
+@on_ranks(4)
+def test_ranks_beside_it_hear_of_it(parallel: dict[str, int]) -> None:
+    assert 'give it the style "column/2"' in tried(0, parallel, 1)
 
 
 def all_beside_experts(parallel: dict[str, int]) -> list[str]:
@@ -183,3 +180,76 @@ def test_split_layers_beside_experts_in_one_module(ranks: RankPool) -> None:
     for *found, wrong in ranks(4, all_beside_experts, {"tensor": 2, "expert": 2}):
         assert found == plain[:2]
         assert "expected the same outputs of 'blocks.0.mlp' as without a split" in wrong
+
+
+BOTH = {"parallel": {"tensor": 2, "expert": 2}}
+Place = tuple[int, int, dict[str, Any]]  # ranks, stage and config
+Trip = tuple[Callable[[], nn.Module], str, list[Place]]  # a parameter; what saves, then what loads
+LISTED, STACKED = "layers.1.moe.experts.3.up.weight", "model.layers.1.mlp.experts.down_proj"
+TRIPS: dict[str, Trip] = {
+    "gpt2": (others.gpt2, "transformer.h.0.attn.c_attn.weight", [(4, 3, TENSOR), (1, 1, {})]),
+    "grouped_llama": (
+        others.grouped_llama,
+        "model.layers.1.self_attn.k_proj.weight",
+        [(2, 0, TENSOR), (4, 3, {"parallel": {"tensor": 4}})],
+    ),
+    "both": (others.mixtral, STACKED, [(4, 3, BOTH), (1, 1, {})]),
+    "whole": (others.mixtral, STACKED, [(1, 0, {}), (4, 3, BOTH)]),
+    "lists": (skipping, LISTED, [(4, 1, EXPERT), (4, 3, {"parallel": {"expert": 4}})]),
+}
+Found = tuple[dict[str, Tensor], Tensor, float]  # weights, a state of the optimizer, and the loss of the step after
+
+
+def engine_of(name: str, stage: int, config: dict[str, Any]) -> lowtide.Engine:
+    torch.manual_seed(0)
+    more = {"zero_optimization": {"stage": stage}, "train_batch_size": 8, "optimizer": ADAMW}
+    return lowtide.initialize(TRIPS[name][0](), {**more, **config})
+
+
+def stepped(engine: lowtide.Engine, name: str, step: int) -> float:
+    rows = rows_of(step, 8) if name == "lists" else others.tokens(step, 8)
+    batch = tuple(one.chunk(engine.data_size)[engine.data_rank] for one in rows)
+    return engine.train_step(batch).loss.item()
+
+
+def seen(engine: lowtide.Engine, name: str) -> Found:
+    moment = engine.full(TRIPS[name][1], state="exp_avg").clone()
+    return engine.state_dict(), moment, stepped(engine, name, 1)
+
+
+def save(name: str, stage: int, config: dict[str, Any], folder: Path) -> Found:
+    with engine_of(name, stage, config) as engine:
+        stepped(engine, name, 0)
+        engine.save_checkpoint(folder / "checkpoint", tag="one")
+        engine.export(folder / "plain")
+        return seen(engine, name)
+
+
+def load(name: str, stage: int, config: dict[str, Any], folder: Path) -> tuple[Found, dict[str, Tensor]]:
+    """With the weights after the export was loaded. Then one is set, and all are loaded from memory."""
+    key = TRIPS[name][1]
+    with engine_of(name, stage, config) as engine:
+        engine.load_checkpoint(folder / "checkpoint", tag="one")
+        found = seen(engine, name)
+        engine.load_weights(folder / "plain")
+        weights = engine.state_dict()
+        engine.set_full(key, engine.full(key) + 1)
+        assert all(torch.equal(value, weights[one] + (one == key)) for one, value in engine.state_dict().items())
+        engine.load_state_dict(weights if engine.rank == 0 else {})
+        assert all(torch.equal(value, weights[one]) for one, value in engine.state_dict().items())
+        return found, weights
+
+
+@pytest.mark.parametrize("name", TRIPS)
+def test_what_one_degree_saves_another_loads(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    (num_ranks, *saving), *others_load = TRIPS[name][2]
+    state, moment, loss = ranks(num_ranks, save, name, *saving, tmp_path)[0]
+    for size, *loading in others_load:
+        (found, own_moment, own_loss), weights = ranks(size, load, name, *loading, tmp_path)[0]
+        for key, value in state.items():
+            assert torch.equal(found[key], value) and torch.equal(weights[key], value), (key, loading)
+        assert torch.equal(own_moment, moment) and own_loss == pytest.approx(loss, rel=1e-6)
+    kind = {"gpt2": "GPT2LMHeadModel", "both": "MixtralForCausalLM"}.get(name)
+    if kind is not None:
+        loaded = others.own(kind).from_pretrained(tmp_path / "plain").state_dict()
+        assert all(torch.equal(value, state[key]) for key, value in loaded.items())

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import assert_alike, refusal, train_all
 from tests.parallel import models_of_others as others
 from tests.parallel.trainings import PARTS, TOLERANCE, Mixer, Stacked, case_of, check, dropping, mixed, split_config
@@ -30,27 +30,18 @@ class Between(Mixer):
         return result.square().mean()
 
 
-def refusals() -> dict[str, str]:
-    found = {}
+@on_ranks(2)
+def test_what_ranks_have_unlike_is_told() -> None:
     with lowtide.initialize(dropping(), split_config()) as engine:
-        found["expected the same batch on the 2 ranks of tensor (ranks 0, 1), found different"] = refusal(
-            engine.train_step, (mixed() * (1 + engine.rank),)
-        )
+        text = refusal(engine.train_step, (mixed() * (1 + engine.rank),))
+        assert "expected the same batch on the 2 ranks of tensor (ranks 0, 1), found different" in text
     with lowtide.initialize(Between(), split_config()) as engine:
-        found["equal gradients of the replicated 'scale' on 2 ranks, found different"] = refusal(
-            engine.train_step, (mixed(),)
-        )
+        text = refusal(engine.train_step, (mixed(),))
+        assert "equal gradients of the replicated 'scale' on 2 ranks, found different" in text
     with lowtide.initialize(others.gpt2(), split_config()) as engine:
         for token in (-1, others.VOCAB):
             given = (torch.tensor([[1, token]]), torch.tensor([[1, 1]]))
             assert refusal(engine, *given, kind=IndexError) == "index out of range in self", "as torch says it"
-    return found
-
-
-def test_what_ranks_have_unlike_is_told(ranks: RankPool) -> None:
-    for found in ranks(2, refusals):
-        for text, told in found.items():
-            assert text in told
 
 
 def trained_later() -> list[float]:
@@ -67,13 +58,13 @@ def test_groups_of_one_unit_come_to_the_optimizer_together(ranks: RankPool) -> N
     assert ranks(2, trained_later)[0] == pytest.approx(ranks(1, trained_later)[0], rel=1e-5)
 
 
-def test_offload_beside_a_split_gives_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_offload_beside_a_split_gives_the_same_bits(tmp_path: Path) -> None:
     """Without parts of the tokens it is asked in tests/laws."""
     file, case = {"device": "nvme", "nvme_path": str(tmp_path)}, case_of(others.llama, 3)
     states: dict[str, Any] = {"zero_optimization": {"offload_optimizer": file, "offload_param": file}}
     activations = {"activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}}}
-    cases = [case.at(3, config=one) for one in (PARTS, PARTS | states | activations)]
-    assert_alike(ranks(2, train_all, cases)[0])
+    assert_alike(train_all([case.at(3, config=one) for one in (PARTS, PARTS | states | activations)]))
 
 
 PARALLEL = PARTS["parallel"]
@@ -211,26 +202,18 @@ def two_steps(build: Callable[[], nn.Module]) -> None:
             engine.train_step((mixed(),))
 
 
-def refusals_of_parts() -> dict[str, str]:
-    found = {}
-    for name, (build, _) in REFUSED.items():
-        found[name] = refusal(two_steps, build)
+@on_ranks(2)
+def test_what_would_see_a_part_for_the_whole_is_an_error() -> None:
+    for name, (build, parts) in REFUSED.items():
+        text = refusal(two_steps, build)
+        assert "parallel.tensor_sequence: " in text and all(part in text for part in parts), (name, text)
         assert not torch._C._len_torch_function_stack()  # nothing watches any more
     for key in ("output_hidden_states", "output_router_logits"):  # what is recorded of parts is not given
         model: Any = others.llama()
         setattr(model.config, key, True)
         with lowtide.initialize(model, split_config(PARALLEL)) as engine:
-            found[key] = refusal(engine.train_step, others.tokens(0, 2))
-    return found
-
-
-def test_what_would_see_a_part_for_the_whole_is_an_error(ranks: RankPool) -> None:
-    for found in ranks(2, refusals_of_parts):
-        for name, (_, parts) in REFUSED.items():
-            assert "parallel.tensor_sequence: " in found[name], name
-            assert all(part in found[name] for part in parts), (name, found[name])
-        for key in ("output_hidden_states", "output_router_logits"):
-            assert found[key].startswith(f"parallel.tensor_sequence: expected {key} to be false")
+            text = refusal(engine.train_step, others.tokens(0, 2))
+        assert text.startswith(f"parallel.tensor_sequence: expected {key} to be false")
 
 
 def test_what_has_no_effect_is_said() -> None:
@@ -273,26 +256,23 @@ class Around(Stacked):
 LENGTHS = (6, 7, 2)
 
 
-def of_lengths(step: int) -> list[float]:
-    """Losses and gradients' norm of forwards that all come before their backwards. step: of these, 1 or -1."""
+@pytest.mark.parametrize("order", [1, -1])
+@on_ranks(2)
+def test_a_recomputed_block_knows_the_length_of_its_forward(order: int) -> None:
+    """Losses and gradients' norm of forwards that all come before their backwards, in this order."""
+    torch.manual_seed(0)
+    plain = two(stack=Around).double()
+    expected = [plain(mixed(length).double()) for length in LENGTHS]
+    (sum(expected) / len(LENGTHS)).backward()
+    norm = torch.stack([param.grad.norm() for param in plain.parameters() if param.grad is not None]).norm()
     torch.manual_seed(0)
     model = two(stack=Around).double()
     with lowtide.initialize(model, split_config(PARALLEL, gradient_accumulation_steps=len(LENGTHS))) as engine:
         losses = [engine(mixed(length).double()) for length in LENGTHS]
-        for loss in losses[::step]:
+        for loss in losses[::order]:
             engine.backward(loss)
-        return [*(loss.item() for loss in losses), engine.step().grad_norm.item()]
-
-
-@pytest.mark.parametrize("step", [1, -1])
-def test_a_recomputed_block_knows_the_length_of_its_forward(ranks: RankPool, step: int) -> None:
-    torch.manual_seed(0)
-    plain = two(stack=Around).double()
-    losses = [plain(mixed(length).double()) for length in LENGTHS]
-    (sum(losses) / len(LENGTHS)).backward()
-    norm = torch.stack([param.grad.norm() for param in plain.parameters() if param.grad is not None]).norm()
-    for found in ranks(2, of_lengths, step):
-        assert found == pytest.approx([one.item() for one in (*losses, norm)], rel=1e-9)
+        found = [*losses, engine.step().grad_norm]
+    assert [one.item() for one in found] == pytest.approx([one.item() for one in (*expected, norm)], rel=1e-9)
 
 
 def generated(parallel: dict[str, Any]) -> tuple[float, list[int]]:

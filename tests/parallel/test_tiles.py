@@ -17,7 +17,7 @@ from lowtide.model.patches import ModelPatches
 from lowtide.parallel.chunked_logits import ChunkedLogits
 from lowtide.parallel.tiles import Tiles
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import refusal
 from tests.parallel.trainings import SOCKETS, apart, values_after
 
@@ -118,21 +118,15 @@ def loss_of_logits(output: Any, batch: dict[str, Tensor]) -> Tensor:
 
 OFFLOADED = {"activation_checkpointing": {"offload": {"device": "cpu", "min_bytes": 1}}}
 OWN_HEAD = {"zero_optimization": {"stage": 3, "units": ["*.layers.?", "lm_head"]}}
-CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # model, config, what else is said
-    ("qwen3", config_of(1, kernels={"fuse_modules": True}), {}),
-    ("Plain", config_of(2, prescale_gradients=True), {}),
-    ("llama", config_of(3, **SOCKETS, **OFFLOADED) | OWN_HEAD, {}),
-    ("llama", config_of(3, prescale_gradients=True), {"loss_fn": loss_of_logits}),
-    ("llama", config_of(3, bf16={"enabled": True}), {"rel": 2e-2}),
-]
 
 
-def all_differences() -> list[list[str]]:
-    return [differences(name, config, **more) for name, config, more in CASES]
-
-
-def test_tiles_train_as_without(ranks: RankPool) -> None:
-    assert ranks(2, all_differences) == [[[]] * len(CASES)] * 2
+@on_ranks(2)
+def test_tiles_train_as_without() -> None:
+    assert differences("qwen3", config_of(1, kernels={"fuse_modules": True})) == []
+    assert differences("Plain", config_of(2, prescale_gradients=True)) == []
+    assert differences("llama", config_of(3, **SOCKETS, **OFFLOADED) | OWN_HEAD) == []
+    assert differences("llama", config_of(3, prescale_gradients=True), loss_fn=loss_of_logits) == []
+    assert differences("llama", config_of(3, bf16={"enabled": True}), rel=2e-2) == []
 
 
 def tiled(model: nn.Module, tiles: Tiles) -> tuple[ModelPatches, list[str]]:

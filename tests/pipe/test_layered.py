@@ -18,8 +18,8 @@ from lowtide.engine.config.config import Config
 from lowtide.offload.file_store import FileStore
 from lowtide.pipe.split.random_streams import seeds_behind
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, adamw, refusal, train, train_all
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, adamw, assert_alike, refusal, train, train_all
 from tests.pipe.hugging_face import batch_for, builder
 
 LAYERED = {"layered_gradient_accumulation": True}
@@ -70,13 +70,17 @@ def layered(case: Case, stage: int | None = None, **settings: Any) -> Case:
     return case.at(case.stage if stage is None else stage, config=zero(**own))
 
 
-def test_the_bits_are_those_of_the_plain_order(ranks: RankPool) -> None:
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (2, plain(0, optimizer={"type": "onebitadam", "params": {"lr": 1e-3, "freeze_step": 1}})),
+        (1, Case(Mixed, models.vector_batch, 3, 3)),
+    ],
+)
+@on_ranks("size")
+def test_the_bits_are_those_of_the_plain_order(size: int, case: Case) -> None:
     """Of what tests/laws lacks: blocks with keywords and several outputs, and messages of signs."""
-    signs = plain(0, optimizer={"type": "onebitadam", "params": {"lr": 1e-3, "freeze_step": 1}})
-    mixed = Case(Mixed, models.vector_batch, 3, 3)
-    for num_ranks, case in ((2, signs), (1, mixed)):
-        expected, found = ranks(num_ranks, train_all, [case, layered(case)])[0]
-        assert found.differences(expected) == [], case
+    assert_alike(train_all([case, layered(case)]))
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import lowtide
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import refusal
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import differences, refusal
 
 WIDTH = 8
 CONFIG: dict[str, Any] = {
@@ -130,63 +130,47 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
 }
 
 
-def refusals() -> list[str]:
-    return [text_of(action) for action, _ in REFUSED.values()]
-
-
-def test_what_initialize_refuses(ranks: RankPool) -> None:
-    for found in ranks(2, refusals):
-        for text, (_, expected) in zip(found, REFUSED.values(), strict=True):
-            assert text.startswith(expected)
-        assert found[3].endswith("is on another rank); build it again, or pass initialize the callable that builds it")
+@on_ranks(2)
+def test_what_initialize_refuses() -> None:
+    for name, (action, expected) in REFUSED.items():
+        text = text_of(action)
+        assert text.startswith(expected)
+        assert name != "split before" or text.endswith(
+            "is on another rank); build it again, or pass initialize the callable that builds it"
+        )
 
 
 # -- what a step refuses ----------------------------------------------------------------------------------------------
 
 
-def other_batches_in_one_pipeline() -> tuple[str, str]:
+@on_ranks(4)
+def test_a_batch_that_differs_in_one_pipeline_fails_on_all() -> None:
     with lowtide.initialize(Net(), CONFIG) as engine:
         seed = engine.rank if engine.data_rank else 9
-        return text_of(lambda: engine.train_step(batch_of(seed))), text_of(lambda: engine.train_step(batch_of()))
+        which = "ranks 1, 3" if engine.rank % 2 else "not this rank's"
+        assert text_of(lambda: engine.train_step(batch_of(seed))).startswith(
+            f"ValueError: batch: expected the same batch on the 2 ranks of a pipeline ({which}), found different "
+            "batches; divide the data by engine.data_rank and engine.data_size"
+        )
+        engine.train_step(batch_of())
 
 
-def test_a_batch_that_differs_in_one_pipeline_fails_on_all(ranks: RankPool) -> None:
-    expected = (
-        "ValueError: batch: expected the same batch on the 2 ranks of a pipeline ({}), found different batches; divide "
-        "the data by engine.data_rank and engine.data_size"
-    )
-    for rank, (text, after) in enumerate(ranks(4, other_batches_in_one_pipeline)):
-        assert text.startswith(expected.format("ranks 1, 3" if rank % 2 else "not this rank's"))
-        assert after == "no error"
-
-
-def calls() -> list[str]:
+@on_ranks(2)
+def test_calls_that_a_pipeline_does_not_have() -> None:
     """A batch as tokenizers give it, a mapping that is no dictionary; the classic form; and a part of a step."""
     with lowtide.initialize(Net(), CONFIG) as engine:
+        whole = f"expected a rank with the whole model, found stages [{engine.rank}] of 2 (parallel.pipeline); use "
         mappings = [UserDict(x=batch_of(4 * engine.rank + number, 2)) for number in range(4)]
-        found = [text_of(lambda: engine.train_step(iter(mappings)))]
-        found.append(text_of(lambda: engine(batch_of())))
-        found.append(text_of(lambda: engine.backward(torch.ones((), requires_grad=True))))
+        words = "ValueError: batch: expected the same batch on the 2 ranks of a pipeline (ranks 0, 1)"
+        assert words in text_of(lambda: engine.train_step(iter(mappings)))
+        words = f"ValueError: engine(batch): {whole}engine.eval_step(batch)"
+        assert words in text_of(lambda: engine(batch_of()))
+        words = f"ValueError: engine.backward(loss): {whole}engine.train_step(batch)"
+        assert words in text_of(lambda: engine.backward(torch.ones((), requires_grad=True)))
         with engine.accumulate(last=False):
-            found.append(text_of(lambda: engine.train_step(batch_of())))
-        return [*found, text_of(lambda: engine.train_step(batch_of()))]
-
-
-def test_calls_that_a_pipeline_does_not_have(ranks: RankPool) -> None:
-    for stage, found in enumerate(ranks(2, calls)):
-        whole = f"expected a rank with the whole model, found stages [{stage}] of 2 (parallel.pipeline); use "
-        for text, part in zip(
-            found,
-            (
-                "ValueError: batch: expected the same batch on the 2 ranks of a pipeline (ranks 0, 1)",
-                f"ValueError: engine(batch): {whole}engine.eval_step(batch)",
-                f"ValueError: engine.backward(loss): {whole}engine.train_step(batch)",
-                "expected a config without parallel.pipeline, found it: its train_step runs all microbatches",
-                "no error",
-            ),
-            strict=True,
-        ):
-            assert part in text
+            words = "expected a config without parallel.pipeline, found it: its train_step runs all microbatches"
+            assert words in text_of(lambda: engine.train_step(batch_of()))
+        engine.train_step(batch_of())
 
 
 def two_steps(how: str, timeout_seconds: float = 60.0, shows: bool = False) -> list[str]:
@@ -248,21 +232,18 @@ def chain(how: str, block: int = 2, number: int = 3) -> models.Chain:
     return models.Chain(*(Broken(how, number) if at == block else Broken() for at in range(4)))
 
 
-def stopped() -> str:
-    """The text of the step behind one that was left in its middle."""
+@on_ranks(2)
+def test_a_rank_that_was_stopped_in_mid_schedule_joins_no_further_step() -> None:
     engine = lowtide.initialize(chain("is stopped"), CONFIG | {"communication": {"timeout_seconds": 1.0}})
     with contextlib.suppress(KeyboardInterrupt, lowtide.CollectiveError):
         engine.train_step(batch_of())
-    return text_of(lambda: engine.train_step(batch_of()))
-
-
-def test_a_rank_that_was_stopped_in_mid_schedule_joins_no_further_step(ranks: RankPool) -> None:
-    for text, why in zip(ranks(2, stopped), ("CollectiveError: rank 0", "KeyboardInterrupt: "), strict=True):
-        assert text.startswith(
-            "RuntimeError: pipeline: expected ranks at the same place in the schedule, found that an earlier step "
-            f"failed on this rank in the middle of its schedule ({why}"
-        )
-        assert text.endswith("; restart all ranks from the last checkpoint")
+    text = text_of(lambda: engine.train_step(batch_of()))
+    why = "KeyboardInterrupt: " if engine.rank else "CollectiveError: rank 0"
+    assert text.startswith(
+        "RuntimeError: pipeline: expected ranks at the same place in the schedule, found that an earlier step failed "
+        f"on this rank in the middle of its schedule ({why}"
+    )
+    assert text.endswith("; restart all ranks from the last checkpoint")
 
 
 def train_broken(how: str) -> tuple[str, float]:
@@ -313,10 +294,6 @@ def goes_on(number: int, block: int, config: dict[str, Any]) -> tuple[list[str],
     return texts, seconds, values
 
 
-def both_go_on(number: int, block: int, config: dict[str, Any]) -> list[Any]:
-    return [goes_on(one, block, config) for one in (0, number)]
-
-
 PLACES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # ranks, the microbatch, the block, config
     "the first of its kind": (4, 1, 0, {"parallel": {"pipeline": 4}}),
     "the last stage": (4, 3, 3, {"zero_optimization": {"stage": 3}}),
@@ -326,13 +303,15 @@ PLACES: dict[str, tuple[int, int, int, dict[str, Any]]] = {  # ranks, the microb
 }
 
 
-@pytest.mark.parametrize("name", PLACES)
-def test_a_stage_that_fails_ends_the_step_on_all_ranks_and_training_goes_on(ranks: RankPool, name: str) -> None:
-    num_ranks, *place = PLACES[name]
-    for (_, _, whole), (texts, seconds, values) in ranks(num_ranks, both_go_on, *place):
-        assert len(texts) == 2 and all("KeyError: 'no such expert'" in text for text in texts)
-        assert seconds < 60  # where the timeout is longer than the test may take
-        assert all(torch.equal(values[key], value) for key, value in whole.items())
+@pytest.mark.parametrize(("size", "number", "block", "config"), PLACES.values(), ids=PLACES)
+@on_ranks("size")
+def test_a_stage_that_fails_ends_the_step_on_all_ranks_and_training_goes_on(
+    size: int, number: int, block: int, config: dict[str, Any]
+) -> None:
+    (_, _, whole), (texts, seconds, values) = (goes_on(one, block, config) for one in (0, number))
+    assert len(texts) == 2 and all("KeyError: 'no such expert'" in text for text in texts)
+    assert seconds < 60  # where the timeout is longer than the test may take
+    assert differences(values, whole) == []
 
 
 TEXT = (

@@ -300,12 +300,7 @@ ORDER = (
 @pytest.mark.parametrize(
     ("model", "arguments", "text"),
     [
-        (models.Mlp(), (4,), "expected 1 to 3 stages, because the model has 3 blocks and each stage needs a block, fo"),
-        (
-            models.Mlp(),
-            (2, [1, 1]),
-            "the numbers of blocks per stage must add up to the model's blocks, found 1 + 1 = 2 != 3",
-        ),
+        (models.Mlp(), (2, [1, 1]), "the numbers of blocks per stage must add up to the model's blocks"),
         (
             models.Mlp(),
             (2, "params"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from lowtide.model.patches import ModelPatches
 from lowtide.pipe.split.carried import Carried
@@ -165,32 +164,6 @@ class UsedBehind(models.Mlp):
         return functional.mse_loss(self.last(x * gate.mean()), y) + start.square().mean()
 
 
-class InBlocks(models.TinyGPT):
-    """Recomputes its blocks, within their calls."""
-
-    def __init__(self, use_reentrant: bool) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=use_reentrant)
-
-
-class AroundBlocks(models.TinyGPT):
-    """Recomputes the calls of its blocks; around_all: in one piece with all that is behind them."""
-
-    def __init__(self, use_reentrant: bool = False, around_all: bool = False) -> None:
-        super().__init__()
-        self.use_reentrant, self.around_all = use_reentrant, around_all
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Any:
-        def run(x: Tensor) -> Tensor:
-            for block in self.blocks:
-                x = block(x) if self.around_all else checkpoint(block, x, use_reentrant=self.use_reentrant)
-            return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
-
-        x = self.embedding(ids) + self.position
-        return checkpoint(run, x, use_reentrant=False) if self.around_all else run(x)
-
-
 NESTED = {"inputs": [VECTORS[0], None], "scale": 0.7, "unused": {"name": "a", "flags": (True, None)}}
 CASES: dict[str, tuple[Callable[[], nn.Module], Call, int]] = {  # with the most stages
     "tied_gpt": (models.tied_gpt, of_tokens, 3),
@@ -203,10 +176,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call, int]] = {  # with the most
     "first_input_again": (FirstInputAgain, of_vectors, 5),
     "skip_connections": (SkipConnections, of_vectors, 6),
     "used_behind": (partial(UsedBehind, 4), of_vectors, 4),
-    "recomputes_blocks": (partial(InBlocks, False), of_tokens, 3),
-    "recomputes_blocks_reentrant": (partial(InBlocks, True), of_tokens, 3),
-    "recomputes_around_blocks": (AroundBlocks, of_tokens, 3),
-    "recomputes_around_all": (partial(AroundBlocks, around_all=True), of_tokens, 3),
+    "recomputes_blocks": (partial(models.Recomputing, "inside"), of_tokens, 3),
+    "recomputes_blocks_reentrant": (partial(models.Recomputing, "inside", True), of_tokens, 3),
+    "recomputes_around_blocks": (partial(models.Recomputing, "around"), of_tokens, 3),
+    "recomputes_around_all": (partial(models.Recomputing, "around all"), of_tokens, 3),
 }
 
 
@@ -422,7 +395,7 @@ def test_a_compiled_block_is_called_in_its_place() -> None:
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch says so too
 def test_reentrant_checkpointing_around_a_block_is_refused_where_its_gradient_would_be_lost() -> None:
-    stages = stages_of(partial(AroundBlocks, True), 2, [2, 1])
+    stages = stages_of(partial(models.Recomputing, "around", True), 2, [2, 1])
     assert refusal(staged, stages, of_tokens) == (
         "pipeline: 'blocks.2' is called without gradients, as reentrant checkpointing around a block does, so its "
         "input would get no gradient; checkpoint with use_reentrant=False, or set activation_checkpointing in the "

@@ -1,0 +1,309 @@
+"""Evaluation by all ranks, by one alone, and by an engine without an optimizer: training goes on as before."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.model.recomputing import in_eval_mode
+from tests.kit import models
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, Outcome, differences, rank_and_world, refusal, settings, share_of, take_step, train
+
+CASE = Case(partial(models.TinyGPT, layers=2), models.token_batch, clip=0.3, steps=2)
+
+
+def train_and_evaluate(case: Case) -> tuple[Outcome, list[float]]:
+    """With an evaluation of each batch before its step, and of a batch of another size after it."""
+    evaluated = []
+
+    def take(engine: lowtide.Engine, case: Case, step: int) -> Any:
+        evaluated.append(engine.eval_step(case.share(engine, step)).item())
+        assert engine.module.training
+        result = take_step(engine, case, step)
+        engine.eval_step(share_of(case.batch(99, 6 * engine.world_size)))
+        return result
+
+    return train(case, take), evaluated
+
+
+@on_ranks(2)
+def test_eval_step_gives_the_loss_and_changes_nothing() -> None:
+    for transport, stage in (("sockets", 0), ("shared_memory", 1), ("sockets", 3)):
+        case = CASE.at(stage, config={"communication": {"transport": transport}})
+        found, evaluated = train_and_evaluate(case)
+        assert found.differences(train(case)) == []
+        assert evaluated == pytest.approx(found.losses, rel=1e-6)
+
+
+def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:
+    modes: list[bool] = []
+    model = models.Mlp()
+    model.layers[0].register_forward_hook(lambda module, *_: modes.append(module.training))
+    batch = models.vector_batch(0, 8)
+    with lowtide.initialize(model, settings(3)) as engine:
+        for mode in (True, False):
+            assert engine.train(mode) is engine
+            engine.eval_step(batch)
+            assert model.training == model.first.training == mode
+        assert modes == [False, False]
+        assert engine.train() is engine and model.training
+        assert engine.eval() is engine and not model.training
+
+
+def test_what_is_tried_leaves_modes_and_buffers_as_they_were() -> None:
+    class Counter(nn.Module):
+        count: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self) -> Tensor:
+            self.count += 1
+            return self.count
+
+    model = Counter()
+    with in_eval_mode(model):
+        assert not model.training and [model().item(), model().item()] == [1, 2]
+    assert model.training and model.count == 0
+
+
+def forward_under_no_grad(stage: int) -> list[Any]:
+    torch.manual_seed(0)
+    engine = lowtide.initialize(CASE.build(), CASE.at(stage).as_config())
+    batch = share_of(CASE.global_batch(0, engine.world_size))
+    with torch.no_grad():
+        first = engine(*batch).item()
+    second = engine.train_step(batch).loss.item()
+    with torch.inference_mode():
+        engine(*batch)
+    third = engine.train_step(batch).loss.item()
+    return [first, second, third]
+
+
+def test_a_forward_without_gradients_may_come_between_steps(ranks: RankPool) -> None:
+    found = [ranks(2, forward_under_no_grad, stage) for stage in (0, 3)]
+    assert found[0] == found[1]
+    mean = sum(losses[0] for losses in found[0]) / 2
+    assert found[0][0][1] == pytest.approx(mean, rel=1e-6)
+
+
+ACCUMULATED = Case(partial(models.TinyGPT, layers=2), models.token_batch, accumulation=2)
+MLP = Case(models.mlp, models.vector_batch)
+
+
+class Generating(models.TinyGPT):
+    """Calls its parts, and itself, without gradients."""
+
+    @torch.no_grad()
+    def generate(self, ids: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = self.embedding(ids[:, -models.LENGTH :]) + self.position
+            for block in self.blocks:
+                x = block(x)
+            ids = torch.cat([ids, self.head(self.norm(x))[:, -1:].argmax(-1)], dim=1)
+        return ids
+
+
+def engine_of(case: Case, transport: str = "auto", seconds: float = 20, **config: Any) -> lowtide.Engine:
+    torch.manual_seed(0)
+    communication = {"transport": transport, "timeout_seconds": seconds}
+    return lowtide.initialize(
+        case.build(), case.at(case.stage, config={"communication": communication, **config}).as_config()
+    )
+
+
+def train_and_look(stage: int, transport: str, how: str) -> tuple[list[float], list[Any]]:
+    """The losses of training, and what rank 0 alone has computed before each step, where it evaluates."""
+    losses, seen = [], []
+    with engine_of(replace(ACCUMULATED, build=Generating, stage=stage), transport) as engine:
+        for step in range(2):
+            batch = share_of(ACCUMULATED.global_batch(step, engine.world_size))
+            if how != "trains":
+                with engine.gathered() if how == "gathers" else nullcontext():
+                    if engine.rank == 0:
+                        with torch.no_grad():
+                            seen += [engine(*batch).item(), engine.module(*batch).item()]
+                        if stage < 3 or how == "gathers":  # it reads a parameter outside of the model's forward
+                            seen.append(engine.module.generate(batch[0], 3).tolist())  # type: ignore[operator]
+            losses.append(engine.train_step(batch).loss.item())
+    return losses, seen
+
+
+@pytest.mark.parametrize(
+    ("transport", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 2), ("sockets", 3)]
+)
+@on_ranks(2)
+def test_one_rank_evaluates_alone(transport: str, stage: int) -> None:
+    """Where parameters come from other ranks, those take part when they come to their next forward or step."""
+    expected, _ = train_and_look(stage, transport, "trains")
+    for how in ("evaluates", "gathers"):
+        losses, seen = train_and_look(stage, transport, how)
+        assert losses == expected
+        if rank_and_world()[0] == 0:
+            assert seen[0] == seen[1] and len(seen) == (6 if stage < 3 or how == "gathers" else 4)
+
+
+@on_ranks(2)
+def test_steps_inside_of_gathered_go_on_with_what_they_have_made() -> None:
+    """Parameters that a step has changed are not kept as they were."""
+    with engine_of(replace(ACCUMULATED, build=Generating, stage=3), "sockets") as engine, engine.gathered():
+        found = [engine.train_step(share_of(ACCUMULATED.global_batch(step, 2))).loss.item() for step in range(2)]
+    assert found == train_and_look(3, "sockets", "trains")[0]
+
+
+def evaluate_alone(transport: str) -> str:
+    """The error where rank 0 evaluates as only all ranks together can, and the other goes on to a step."""
+    engine = engine_of(ACCUMULATED.at(3), transport, 0.5)
+    batch = share_of(ACCUMULATED.global_batch(0, 2))
+
+    def step() -> None:
+        if engine.rank == 0:
+            with torch.no_grad():
+                engine.eval_step(batch)
+        engine.train_step(batch)
+
+    return refusal(step, kind=lowtide.CollectiveError)
+
+
+@pytest.mark.parametrize(
+    ("transport", "text"),
+    [
+        ("shared_memory", "Do all ranks make the same calls of the engine in the same order?"),
+        ("sockets", "or the ranks make different calls of the engine"),
+    ],
+)
+def test_a_call_of_all_ranks_that_one_makes_alone_is_an_error(ranks: RankPool, transport: str, text: str) -> None:
+    assert text in ranks(2, evaluate_alone, transport)[0]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
+@on_ranks(2)
+def test_ranks_agree(transport: str) -> None:
+    engine = engine_of(MLP.at(2), transport)
+    is_second = engine.rank == 1
+    assert engine.agree(True) and engine.agree(is_second) and engine.agree(True, how="all")
+    assert not engine.agree(torch.tensor(is_second), how="all") and not engine.agree(False, how="any")
+    engine.train_step(share_of(models.vector_batch(0, 4)))
+    assert engine.agree(not is_second)
+
+
+@on_ranks(2)
+def test_small_sums_of_different_calls_are_not_mixed() -> None:
+    """Rank 0 asks the others, which are in another small sum."""
+    engine = engine_of(MLP)
+    call: Any = engine.eval_step if engine.rank else engine.agree
+    text = refusal(call, models.vector_batch(0, 2) if engine.rank else True, kind=lowtide.CollectiveError)
+    what = "the mean of the loss" if engine.rank else "engine.agree()"
+    assert text.startswith(f"rank {engine.rank} in {what}: rank {1 - engine.rank} made a different call of the engine.")
+
+
+def test_how_ranks_agree_is_one_of_two() -> None:
+    text = refusal(engine_of(MLP).agree, True, how="most")
+    assert text == 'engine.agree: expected how="any" or "all", found \'most\''
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+@on_ranks(2)
+def test_what_an_update_in_the_background_changes_is_seen_after_it(transport: str) -> None:
+    """`state_dict` takes over an update that was under way."""
+    delayed = {"offload_optimizer": {"device": "cpu", "overlap": "delayed", "delay_after_steps": 1}}
+    engine = engine_of(MLP.at(3), transport, zero_optimization=delayed)
+    for step in range(2):
+        engine.train_step(share_of(models.vector_batch(step, 4)))
+    weight: Any = engine.module.last.weight  # type: ignore[union-attr]
+    with engine.gathered():
+        before = weight.detach().clone()
+        after = engine.state_dict()
+    with engine.gathered():
+        assert not torch.equal(before, weight) and torch.equal(after.get("last.weight", weight), weight)
+
+
+NVME = {"device": "nvme"}
+CONFIG = settings(optimizer=None)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return models.tiny_gpt()
+
+
+def compute(stage: int, config: dict[str, Any], folder: Path) -> list[Any]:
+    """What a teacher gives, in several ways, and how many of its bytes are not parameters."""
+    batch = share_of(models.token_batch(0, 4))
+    with lowtide.initialize(build(), settings(stage, optimizer=None, zero_optimization=config)) as engine:
+        loss, mean = engine(*batch), engine.eval_step(batch)
+        assert not loss.requires_grad and engine.lr == 0
+        memory = engine.memory()
+        engine.export(folder / "plain")
+        engine.save_checkpoint(folder / "saved")
+        state = engine.state_dict()
+        weight = engine.module.get_parameter("head.weight")
+        with engine.gathered(weight, modify=True):
+            weight.mul_(2)
+        assert engine(*batch) != loss
+        engine.load_checkpoint(folder / "saved")
+        restored = engine(*batch)
+        engine.load_weights(folder / "plain")
+        return [loss, restored, engine(*batch), mean, memory.gradient_bytes + memory.optimizer_bytes, state]
+
+
+def test_it_computes_what_torch_does(ranks: RankPool, tmp_path: Path) -> None:
+    model = build()
+    losses = [model(*(part.chunk(2)[rank] for part in models.token_batch(0, 4))) for rank in range(2)]
+    for stage, config in ((0, {}), (1, {}), (3, {}), (3, {"offload_param": NVME | {"nvme_path": str(tmp_path)}})):
+        found = ranks(2, compute, stage, config, tmp_path / f"{stage} {len(config)}")
+        for (*own, mean, others, _), expected in zip(found, losses, strict=True):
+            torch.testing.assert_close(own, [expected.detach()] * 3)
+            torch.testing.assert_close(mean, torch.stack(losses).mean().detach())
+            assert others == 0
+        assert all(torch.equal(value, found[0][-1][name]) for name, value in model.state_dict().items())
+
+
+@on_ranks(2)
+def test_a_teacher_beside_a_student() -> None:
+    """A student of a teacher that is another engine."""
+    batch, states = share_of(models.vector_batch(0, 4)), []
+    for stage in (0, 3):
+        torch.manual_seed(0)
+        with (
+            lowtide.initialize(models.mlp(), settings(stage, optimizer=None)) as teacher,
+            lowtide.initialize(models.mlp(), settings(stage)) as student,
+        ):
+            for _ in range(2):
+                student.backward((student(*batch) - 2 * teacher(*batch)).square())
+                student.step()
+            states.append(student.state_dict())
+    assert differences(*states) == []
+
+
+def test_it_says_that_it_does_not_train() -> None:
+    model, batch = build(), models.token_batch(0, 2)
+    with lowtide.initialize(model, CONFIG) as engine:
+        for name, given in {"train_step": [batch], "backward": [engine(*batch)], "step": []}.items():
+            words = f"engine.{name}: expected an engine with an optimizer, found an engine without; put an optimizer in"
+            assert words in refusal(getattr(engine, name), *given)
+        assert not any(param.requires_grad for param in model.parameters())
+    assert all(param.requires_grad for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "zero_optimization.offload_optimizer"),
+        ({"zero_optimization": {"update_in_backward": True}}, "zero_optimization.update_in_backward"),
+    ],
+)
+def test_a_config_of_a_training_and_a_scheduler_need_one(more: dict[str, Any], key: str) -> None:
+    text = refusal(lowtide.initialize, build(), settings(optimizer=None, **more))
+    assert text.startswith(f"optimizer: {key} needs an optimizer, found none; set it in the config, for example")
+    text = refusal(lowtide.initialize, build(), CONFIG, lr_scheduler=torch.optim.lr_scheduler.LinearLR)
+    assert "lr_scheduler: expected an optimizer too, in the config or passed" in text

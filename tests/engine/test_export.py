@@ -171,10 +171,11 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_what_was_there(tmp_p
         path = f"{tmp_path}/file/out"
         text = refusal(engine.export, path, kind=CheckpointError)
         assert text.startswith(f"export to {path} failed on rank 0: Not a directory: {path}")
-        for options, words, end in (
+        bad: list[tuple[dict[str, Any], str, str]] = [
             ({"dtype": "int8"}, 'dtype: expected one of "fp32"', "found 'int8'"),
             ({"shard_bytes": "many"}, "shard_bytes: expected", "found 'many'"),
-        ):
+        ]
+        for options, words, end in bad:
             text = refusal(engine.export, tmp_path / "out", **options)
             assert text.startswith(words) and text.endswith(end)
     case = Case(WithBrokenConfig, models.vector_batch, 3)

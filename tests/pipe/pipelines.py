@@ -22,6 +22,18 @@ def with_steps(schedule: Schedule) -> Schedule:
     )
 
 
+def schedule_of(*rows: str, ranks: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:
+    """One line of actions per rank; by default one stage on each."""
+    placed = tuple(range(len(rows))) if ranks is None else ranks
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return Schedule("own", len(rows), len(placed), microbatches, placed, actions)
+
+
+def lines_of(schedule: Schedule) -> list[str]:
+    """The actions of each rank."""
+    return [" ".join(map(str, row)) for row in schedule.actions]
+
+
 def forward_only(schedule: Schedule) -> Schedule:
     """The forwards of a schedule in their order, with their messages."""
     ops = (Op.F, Op.SEND_F, Op.RECV_F)

@@ -18,17 +18,18 @@ from lowtide.pipe.schedules.rules import check_rules
 from lowtide.pipe.schedules.schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
-from tests.pipe.pipelines import forward_only
+from tests.pipe.pipelines import forward_only, lines_of, schedule_of
 
 
-def count(schedule: Schedule, op: Op) -> int:
-    return sum(action.op is op for actions in schedule.actions for action in actions)
+def count(schedule: Schedule, op: Op, rank: int | None = None) -> int:
+    """On a rank, or on all."""
+    lists = schedule.actions if rank is None else [schedule.actions[rank]]
+    return sum(action.op is op for actions in lists for action in actions)
 
 
 def test_halves_that_follow_each_other_become_a_whole_backward() -> None:
-    row = "0F0 0F1 0F2 0I0 0W0 0I1 0I2 0W1 0W2"
-    schedule = Schedule("own", 1, 1, 3, (0,), (tuple(map(Action.parse, row.split())),))
-    assert " ".join(map(str, merge_backward(schedule).actions[0])) == "0F0 0F1 0F2 0B0 0I1 0I2 0W1 0W2"
+    schedule = schedule_of("0F0 0F1 0F2 0I0 0W0 0I1 0I2 0W1 0W2", microbatches=3)
+    assert lines_of(merge_backward(schedule)) == ["0F0 0F1 0F2 0B0 0I1 0I2 0W1 0W2"]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.splits_backward])
@@ -63,8 +64,7 @@ def test_gradients_are_reduced_after_the_last_backward_of_their_stage(name: str)
 
 
 def test_no_send_waits_for_a_release_or_a_reduce() -> None:
-    lists = [" ".join(map(str, row)) for row in complete(make_schedule("1f1b", 2, 1), gathers=True).actions]
-    assert lists == [
+    assert lines_of(complete(make_schedule("1f1b", 2, 1), gathers=True)) == [
         "0GATHER 0F0 0SEND_F0 0RECV_B0 0B0 0RELEASE 0REDUCE",
         "1RECV_F0 1GATHER 1F0 1B0 1SEND_B0 1RELEASE 1REDUCE",
     ]
@@ -82,19 +82,6 @@ def test_a_complete_schedule_has_all_that_a_rank_does_and_takes_no_longer(name: 
     assert simulate(whole).makespan == simulate(schedule).makespan
     assert not plain.has_any(Op.GATHER, Op.STEP) and plain.has_any(Op.REDUCE)
     assert complete(plain) == plain, "messages of a user's own schedule stay where they are"
-
-
-def one_rank(row: str, num_stages: int, num_microbatches: int = 1) -> Schedule:
-    actions = tuple(map(Action.parse, row.split()))
-    return Schedule("own", 1, num_stages, num_microbatches, (0,) * num_stages, (actions,))
-
-
-def text_of(schedule: Schedule) -> str:
-    return " ".join(map(str, schedule.actions[0]))
-
-
-def num_gathers(schedule: Schedule, rank: int = 0) -> int:
-    return sum(action.op is Op.GATHER for action in schedule.actions[rank])
 
 
 def fewest_gathers(stages: tuple[int, ...], budget: int) -> int:
@@ -135,23 +122,24 @@ def test_the_budget_holds_with_the_fewest_gathers(name: str, chunks: int, budget
         for rank, peaks in enumerate(simulate(gathered, costs).peaks):
             assert peaks.parameter_bytes <= budget
             uses = tuple(action.stage for action in schedule.actions[rank])
-            assert num_gathers(gathered, rank) == fewest_gathers(uses, budget)
+            assert count(gathered, Op.GATHER, rank) == fewest_gathers(uses, budget)
 
 
 def test_a_stage_is_gathered_for_a_run_of_uses_and_one_action_ahead_where_there_is_room() -> None:
-    assert text_of(add_gathers(one_rank("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", 2, 2), 1)) == (
+    two = schedule_of("0F0 0F1 1F0 1B0 1F1 1B1 0B0 0B1", ranks=(0, 0), microbatches=2)
+    assert lines_of(add_gathers(two, 1)) == [
         "0GATHER 0F0 0F1 0RELEASE 1GATHER 1F0 1B0 1F1 1B1 1RELEASE 0GATHER 0B0 0B1 0RELEASE"
-    )
-    assert text_of(add_gathers(one_rank("0F0 1F0 2F0 2B0 1B0 0B0", 3), 2)) == (
+    ]
+    assert lines_of(add_gathers(schedule_of("0F0 1F0 2F0 2B0 1B0 0B0", ranks=(0, 0, 0)), 2)) == [
         "0GATHER 1GATHER 0F0 0RELEASE 2GATHER 1F0 2F0 2B0 2RELEASE 0GATHER 1B0 1RELEASE 0B0 0RELEASE"
-    )
+    ]
 
 
 def test_sizes_are_weighed_against_the_budget() -> None:
-    schedule, sizes = one_rank("0F0 1F0 2F0 2B0 1B0 0B0", 3), (10.0, 1.0, 5.0)
+    schedule, sizes = schedule_of("0F0 1F0 2F0 2B0 1B0 0B0", ranks=(0, 0, 0)), (10.0, 1.0, 5.0)
     costs = Costs((1.0,) * 3, (1.0,) * 3, (1.0,) * 3, (1.0,) * 3, (0.0,) * 3, (0.0,) * 3, sizes)
     gathered = add_gathers(schedule, 11.0, sizes)
-    assert num_gathers(gathered) == 4  # stage 1 stays beside each of the others
+    assert count(gathered, Op.GATHER) == 4  # stage 1 stays beside each of the others
     for one in (gathered, complete(schedule, costs, gathers=True, budget=11.0)):
         assert simulate(one, costs).peaks[0].parameter_bytes == 11
 
@@ -183,7 +171,7 @@ def test_what_cannot_be_gathered_is_refused() -> None:
     ],
 )
 def test_layer_by_layer_all_microbatches_of_a_stage_come_before_the_next_stage(schedule: Schedule, text: str) -> None:
-    assert text_of(schedule) == text
+    assert lines_of(schedule) == [text]
 
 
 @pytest.mark.parametrize("ahead", [None, [True] * 5, [False] * 5, [True, False, True, False, True]])
@@ -192,7 +180,7 @@ def test_layer_by_layer_obeys_the_rules(ahead: list[bool] | None, num_microbatch
     schedule = layered(5, num_microbatches, ahead)
     check_rules(schedule)
     check_rules(layered_evaluation(5, ahead))
-    assert num_gathers(schedule) == (0 if ahead is None else 2 * 5 - 1), "whatever the number of microbatches"
+    assert count(schedule, Op.GATHER) == (0 if ahead is None else 2 * 5 - 1), "whatever the number of microbatches"
     assert Schedule.from_text(schedule.to_text()) == schedule
 
 
@@ -250,7 +238,7 @@ def test_every_message_has_two_ends_and_what_is_made_is_sent_at_once(name: str) 
 
 def test_the_messages_of_1f1b_on_two_ranks() -> None:
     schedule = add_messages(make_schedule("1f1b", 2, 3))
-    assert [" ".join(map(str, row)) for row in schedule.actions] == [
+    assert lines_of(schedule) == [
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0F2 0SEND_F2 0B1 0RECV_B2 0B2",
         "1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 1RECV_F2 1F2 1B2 1SEND_B2",
     ]

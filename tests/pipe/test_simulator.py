@@ -12,10 +12,10 @@ from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.fast_simulation import FastSimulation
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.schedule import Action, Op, Schedule, ScheduleError
+from lowtide.pipe.schedules.schedule import Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
-from tests.pipe.pipelines import forward_only, with_steps
+from tests.pipe.pipelines import forward_only, schedule_of, with_steps
 
 
 def two_ranks(costs: Costs) -> list[list[tuple[str, float, float]]]:
@@ -66,8 +66,7 @@ def test_a_message_is_under_way_when_both_ends_are_reached() -> None:
         "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0RECV_B1 0B1",
         "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1",
     )
-    schedule = Schedule("own", 2, 2, 2, (0, 1), tuple(tuple(map(Action.parse, row.split())) for row in rows))
-    timeline = simulate(schedule, Costs.uniform(2, send=3.0)).timeline
+    timeline = simulate(schedule_of(*rows, microbatches=2), Costs.uniform(2, send=3.0)).timeline
     starts = {str(slot.action): slot.start for row in timeline for slot in row}
     assert starts["1F0"] == 1 + 3  # sent at 1
     assert (starts["1RECV_F1"], starts["1F1"]) == (7, 7 + 3)  # 0SEND_F1 is reached at 2
@@ -92,8 +91,7 @@ def test_a_forward_only_schedule_keeps_no_activations() -> None:
 def test_the_peak_of_the_sum_is_at_most_the_sum_of_the_peaks() -> None:
     # 2F0 runs with three activations and stage 2 alone gathered; stages 0 and 1 are gathered before.
     row = "0GATHER 1GATHER 0F0 1F0 0RELEASE 1RELEASE 2GATHER 2F0 2B0 2RELEASE 1GATHER 1B0 1RELEASE 0GATHER 0B0 0RELEASE"
-    schedule = Schedule("own", 1, 3, 1, (0, 0, 0), (tuple(map(Action.parse, row.split())),))
-    peaks = simulate(schedule, Costs.uniform(3, parameter_bytes=10.0)).peaks[0]
+    peaks = simulate(schedule_of(row, ranks=(0, 0, 0)), Costs.uniform(3, parameter_bytes=10.0)).peaks[0]
     assert (peaks.activation_bytes, peaks.parameter_bytes, peaks.total_bytes) == (3, 20, 22)
 
 
@@ -170,17 +168,8 @@ def test_moments_know_what_other_microbatches_hold_and_which_stages_have_ended(n
 
 
 def test_ranks_that_wait_for_ever_are_named() -> None:
-    rows = ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0")
-    lists = tuple(tuple(map(Action.parse, row.split())) for row in rows)
-    with pytest.raises(ScheduleError, match="deadlock, 2 of 2 ranks wait forever"):
-        FastSimulation(Schedule("turned", 2, 2, 2, (0, 1), lists))
-
-
-def schedule_of(*rows: str, ranks: tuple[int, ...] | None = None, microbatches: int = 1) -> Schedule:
-    """One line of actions per rank; by default one stage on each."""
-    placed = tuple(range(len(rows))) if ranks is None else ranks
-    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
-    return Schedule("own", len(rows), len(placed), microbatches, placed, actions)
+    turned = schedule_of("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0", microbatches=2)
+    assert "deadlock, 2 of 2 ranks wait forever" in refusal(FastSimulation, turned)
 
 
 @pytest.mark.parametrize(

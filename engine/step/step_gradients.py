@@ -99,18 +99,20 @@ class StepGradients:
     # -- pieces of it ---------------------------------------------------------------------------------------------
 
     def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-        clipping = Clipping(max_norm, is_by_hand=True)
-        if norm_type == 2.0 and not error_if_nonfinite and self._mesh.world.device.type != "cpu":
+        clipping, earlier = Clipping(max_norm, is_by_hand=True), self._steps.accumulated.clipping_by_hand
+        if norm_type == 2.0 and not error_if_nonfinite and earlier is None and self._mesh.world.device.type != "cpu":
             norm_there = self._norm_on_device()
             self._clip_by(clipping)
             return norm_there
-        norm = self._norm(norm_type)
+        clipped = 1.0 if earlier is None else earlier.factor(self._norm(2.0))  # by earlier calls in this step
+        norm = self._norm(norm_type) * clipped
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
                 f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. With "
                 "error_if_nonfinite=False engine.step() names the parameter, or in float16 skips the step"
             )
-        self._clip_by(clipping if norm_type == 2.0 else Clipping(fixed=clipping.factor(norm)))
+        keeps_limit = norm_type == 2.0 and earlier is None
+        self._clip_by(clipping if keeps_limit else Clipping(fixed=clipped * clipping.factor(norm)))
         return torch.tensor(norm, dtype=self._norm_dtype, device=self._mesh.world.device)
 
     def _clip_by(self, clipping: Clipping) -> None:

@@ -128,6 +128,22 @@ def test_the_largest_element_and_a_norm_of_zero() -> None:
             assert not engine.full("last.bias", "exp_avg").any()
 
 
+@pytest.mark.parametrize("later", [(math.inf, 2.0), (0.1, 2.0), (0.02, math.inf)])
+def test_a_later_clip_sees_clipped_gradients(later: tuple[float, float]) -> None:
+    """As with torch's `clip_grad_norm_`: it does not undo the first."""
+    with after_backward() as engine:
+        first = engine.clip_grad_norm_(0.3).item()
+        gradients = {name: engine.gradient(name) for name, param in engine.named_parameters() if param.requires_grad}
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values() if gradient is not None])
+        param = torch.nn.Parameter(torch.zeros_like(flat))
+        param.grad = flat * (0.3 / first)
+        norm = torch.nn.utils.clip_grad_norm_(param, *later)
+        torch.testing.assert_close(engine.clip_grad_norm_(*later), norm, rtol=1e-4, atol=0)
+        engine.step()
+        moment = torch.cat([engine.full(name, "exp_avg").reshape(-1) for name in gradients])
+        torch.testing.assert_close(moment.norm(), 0.1 * param.grad.norm(), rtol=1e-4, atol=0)
+
+
 def test_float16_shows_gradients_without_the_scale() -> None:
     with after_backward(fp16={"enabled": True, "initial_scale_power": 10}) as engine:
         gradients = [engine.gradient(name) for name, _ in engine.named_parameters()]

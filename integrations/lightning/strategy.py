@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -345,7 +346,10 @@ _OPTIONS = {
 
 
 def _check_callbacks(trainer: Any) -> None:
-    """Raise ValueError for callbacks that average the module's weights: the engine has shards of them."""
+    """Raise ValueError for callbacks that average the module's weights: the engine has shards of them.
+
+    Make unfreezing callbacks compare parameters by identity.
+    """
     for callback in trainer.callbacks:
         kinds = {kind.__name__ for kind in type(callback).__mro__}
         if kinds & {"WeightAveraging", "StochasticWeightAveraging"}:
@@ -354,6 +358,23 @@ def _check_callbacks(trainer: Any) -> None:
                 "Call `trainer.strategy.engine.ema(decay)` in on_fit_start, and evaluate and export in "
                 "`with trainer.strategy.engine.ema_weights():`"
             )
+        for kind in type(callback).__mro__:
+            if "filter_on_optimizer" in vars(kind):  # of BaseFinetuning, which compares values: stage 3 has none
+                kind.filter_on_optimizer = staticmethod(_not_in_optimizer)  # type: ignore[attr-defined]
+
+
+def _not_in_optimizer(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that are in no group of the optimizer."""
+    present = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    params = list(params)
+    added = [param for param in params if id(param) not in present]
+    if len(added) < len(params):
+        warnings.warn(
+            f"{len(params) - len(added)} of the provided params already exist within another group of this optimizer, "
+            "and are skipped. In configure_optimizers, pass the optimizer only parameters with requires_grad",
+            stacklevel=2,
+        )
+    return added
 
 
 @contextmanager

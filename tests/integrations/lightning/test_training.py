@@ -150,6 +150,7 @@ def by_several_trainers(strategy: str) -> list[float]:
 OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
     (in_the_other_package, 1, "lowtide_stage_3"),
     (with_a_callback_that_unfreezes, 1, "lowtide_stage_2"),
+    (with_a_callback_that_unfreezes, 1, "lowtide_stage_3"),
     (with_sums_by_hand, 2, "lowtide_stage_3"),
     (with_the_optimizer_of_the_config, 1, "lowtide_stage_2"),
     (with_averages, 2, "lowtide_stage_3"),

@@ -30,7 +30,7 @@ OFFLOAD_FOLDER = "LOWTIDE_OFFLOAD_FOLDER"
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 REFERENCE, DDP, FSDP2 = "single", "ddp", "fsdp2"
-_FOLDER = "FOLDER"  # in a config: that of offloaded state
+FOLDER, RANKS = "FOLDER", "RANKS"  # in a config: the folder of offloaded state, and how many ranks there are
 
 
 def lowtide(
@@ -41,7 +41,7 @@ def lowtide(
     return Contender(name, f"lowtide stage {stage}{label}", "lowtide", options, named)
 
 
-_FILE = {"device": "nvme", "nvme_path": _FOLDER}
+_FILE = {"device": "nvme", "nvme_path": FOLDER}
 
 
 def _offload(name: str, label: str, *, states: Any = None, parameters: bool = False, **zero: Any) -> Contender:
@@ -53,8 +53,6 @@ def _offload(name: str, label: str, *, states: Any = None, parameters: bool = Fa
 
 _LEAST = {"update_in_backward": True, "stage3_prefetch_bucket_size": 0}
 _RECOMPUTED = {"activation_checkpointing": {"every": 1}}
-_FILES: dict[str, Any] = {"offload_param": _FILE, "offload_optimizer": _FILE}
-_LAYERED = {**_FILES, "layered_gradient_accumulation": True}
 CONTENDERS = by_name(
     Contender(REFERENCE, "one process, whole batch", "single"),
     Contender("alone", "forwards and backwards alone, nothing sent or updated", "alone", only_when_named=True),
@@ -77,8 +75,6 @@ CONTENDERS = by_name(
     _offload("nvme-overlap", "both in files, speculative", states={"overlap": "speculative"}, parameters=True),
     _offload("least", "both in files, least memory", states={}, parameters=True, **_LEAST),
     lowtide("lowtide-3-recompute", ", blocks recomputed", 3, named=True, **_RECOMPUTED),
-    lowtide("lowtide-3-recompute-nvme", ", both in files, recomputed", 3, _FILES, named=True, **_RECOMPUTED),
-    lowtide("lowtide-3-layered", ", both in files, layer by layer", 3, _LAYERED, named=True, **_RECOMPUTED),
     lowtide("lowtide-3-tiles", ", tiles", 3, named=True, tiles="auto"),
     lowtide("lowtide-3-long", ", tiles, blocks recomputed", 3, named=True, tiles="auto", **_RECOMPUTED),
     *(
@@ -328,7 +324,6 @@ def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dic
     """Gives lowtide as a user's script has it: the model and one config. zero: its section; more: other sections."""
     import lowtide
 
-    folder = os.environ.get(OFFLOAD_FOLDER)
     config = lowtide_config(
         train_micro_batch_size_per_gpu=setup.microbatch,
         gradient_accumulation_steps=setup.accumulation,
@@ -340,7 +335,8 @@ def build_lowtide(model: Model, setup: Setup, *, zero: dict[str, Any], more: dic
     )
     if "compile" in more:
         more = more | {"compile": more["compile"] | {"backend": setup.backend}}
-    engine = lowtide.initialize(model, with_folder(config | more, folder))
+    words = {FOLDER: os.environ.get(OFFLOAD_FOLDER), RANKS: int(os.environ.get("WORLD_SIZE", "1"))}
+    engine = lowtide.initialize(model, filled(config | more, words))
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss: Tensor = engine.train_step(setup.given(tokens, targets)).loss
@@ -355,11 +351,11 @@ def lowtide_config(stage: int = 0, **more: Any) -> dict[str, Any]:
     return config | {"optimizer": {"type": "adamw", "params": ADAMW}} | more
 
 
-def with_folder(value: Any, folder: str | None) -> Any:
-    """Return a config in which the word FOLDER is replaced."""
+def filled(value: Any, words: Mapping[str, Any]) -> Any:
+    """Return a config in which words such as FOLDER are replaced."""
     if isinstance(value, Mapping):
-        return {key: with_folder(one, folder) for key, one in value.items()}
-    return folder if value == _FOLDER else value
+        return {key: filled(one, words) for key, one in value.items()}
+    return words.get(value, value) if isinstance(value, str) else value
 
 
 _LIBRARIES = {

@@ -12,10 +12,11 @@ import gc
 import importlib.metadata
 import os
 import platform
+import statistics
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -108,6 +109,29 @@ def timed(step: Callable[[], Found]) -> tuple[float, float, Found]:
     launched = time.perf_counter()
     synchronize()
     return time.perf_counter() - started, launched - started, found
+
+
+def trained(step: Callable[..., Any], batches: Sequence[Sequence[Any]], warmup: int) -> dict[str, Any]:
+    """Return losses and seconds of all steps, and of those after the warm-up the median until launched, and peaks.
+
+    Losses are read when all steps were made.
+    """
+    losses, seconds, launched = [], [], []
+    for number, batch in enumerate(batches):
+        if number == warmup:
+            forget_memory()
+        took, until_launched, loss = timed(functools.partial(step, *batch))
+        losses.append(loss)
+        seconds.append(took)
+        launched.append(until_launched)
+    return {
+        "losses": [float(loss) for loss in losses],
+        "seconds": seconds,
+        "ms": statistics.median(seconds[warmup:]) * 1e3,
+        "ms until launched": statistics.median(launched[warmup:]) * 1e3,
+        "allocated": peaks().allocated,
+        "reserved": peaks().reserved,
+    }
 
 
 @contextlib.contextmanager

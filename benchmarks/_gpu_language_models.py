@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import statistics
 import sys
 import tempfile
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import _device
@@ -149,7 +147,7 @@ REHEARSED = (Work("tiny", 1, 16, 2, tuple(CONTENDERS)), Work("tiny", 1, 16, 1, (
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Return losses and seconds of all steps, the median seconds until launched, bytes, and what limits the row."""
+    """Return what the steps of a row were, and what limits the row."""
     _device.prepare()
     with _device.memory_errors_leave():
         return _train(job)
@@ -189,20 +187,9 @@ def _train(job: dict[str, Any]) -> dict[str, Any]:
         apply_liger_kernel_to_qwen2(model=model)
     trainer = BUILDERS[job["kind"]](model, setup, **options)
     batches = [tokens.to(device) for tokens in draw(job, WARMUP + STEPS)]
-    losses: list[Tensor] = []
-    timed = []
-    for number, tokens in enumerate(batches):
-        if number == WARMUP:
-            _device.forget_memory()
-        seconds, launched, loss = _device.timed(partial(trainer.step, tokens, tokens))
-        losses.append(loss)
-        timed.append((seconds, launched))
-    peaks = _device.peaks()
-    found = {"losses": [float(loss) for loss in losses], "seconds": [seconds for seconds, _ in timed]}
+    found = _device.trained(trainer.step, [(tokens, tokens) for tokens in batches], WARMUP)
     trainer.close()
-    launched = statistics.median(launched for _, launched in timed[WARMUP:])
-    limits = [line for line in said if "no effect" in line or line.startswith("compile.graphs:")]
-    return found | {"launched": launched, "allocated": peaks.allocated, "reserved": peaks.reserved, "limits": limits}
+    return found | {"limits": [line for line in said if "no effect" in line or line.startswith("compile.graphs:")]}
 
 
 def draw(job: dict[str, Any], num_batches: int) -> list[Tensor]:
@@ -262,7 +249,7 @@ def add_row(record: Record, work: Work, contender: Contender, what: str, start: 
         tokens_per_s=speed,
         MFU=speed * shape.flops(work.sequence) / peak_flops if speed and peak_flops else None,
         ms_a_step=result.step_seconds * 1e3 if result else None,
-        ms_until_launched=more["launched"] * 1e3 if result else None,
+        ms_until_launched=more["ms until launched"] if result else None,
         peak_GiB=more["allocated"] / GIB if result and more["allocated"] else None,
         reserved_GiB=more["reserved"] / GIB if result and more["reserved"] else None,
         losses=" ".join(f"{loss:.4f}" for loss in result.losses) if result else None,

@@ -35,7 +35,7 @@ PARTS = {
     "checks": Part("_gpu_parts:check", 120.0),
     "training": Part("_gpu_parts:train", 150.0),
     "trace": Part("_gpu_parts:trace", 60.0),
-    "splits": Part("_gpu_splits:compare_splits", 100.0),
+    "splits": Part("_gpu_parts:compare_splits", 100.0),
 }
 """By their value; all together take less than a quarter of an hour."""
 

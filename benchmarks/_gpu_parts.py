@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import functools
 import gzip
+import itertools
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,15 +22,16 @@ from unittest import mock
 import _device
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, lowtide_config, with_folder
-from _gpu_part import Record
-from _harness import MIB, loss_difference, mib
-from _model import SIZES, build_batches, build_model
-from torch import Tensor
+from _contenders import ADAMW, FOLDER, filled, lowtide_config
+from _gpu_part import Cell, Record
+from _harness import MIB, JobError, Start, environment_of, loss_difference, mib, run_ranks, warm_start
+from _model import SEED, SIZES, build_batches, build_model
+from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 import lowtide
 from lowtide.comm import native
+from lowtide.engine.plan.llama import Gated, Llama, Shape
 
 ROOT = Path(__file__).parents[1]
 IS_REHEARSAL = _device.is_rehearsal()
@@ -78,7 +79,7 @@ def check_kernel(record: Record, name: str) -> None:
         right=sum(check.is_right for check in findings.checks),
         largest_error_over_allowed=max((e for check in findings.checks for e in check.errors.values()), default=None),
     )
-    for problem in findings.problems:
+    for problem in findings.wrong:
         record.fail(name, problem)
 
 
@@ -136,12 +137,12 @@ class Case:
             config[dtype] = {"enabled": True}
         if dtype == "fp16":
             config[dtype]["initial_scale_power"] = 8  # no step is skipped on the one alone
-        filled: dict[str, Any] = with_folder(config, folder)
-        return filled
+        found: dict[str, Any] = filled(config, {FOLDER: folder})
+        return found
 
 
 def _place(device: str, **more: Any) -> dict[str, Any]:
-    return {"device": device, **({"nvme_path": "FOLDER"} if device == "nvme" else {}), **more}
+    return {"device": device, **({"nvme_path": FOLDER} if device == "nvme" else {}), **more}
 
 
 def _states(device: str, stage: int, overlap: str) -> Case:
@@ -183,8 +184,8 @@ CASES = [
 ]
 
 
-def train_case(case: Case, dtype: str, device: str, folder: str) -> tuple[list[float], float]:
-    """Return losses and milliseconds of a step. Results are read when all steps were made."""
+def train_case(case: Case, dtype: str, device: str, folder: str) -> dict[str, Any]:
+    """Train on a device; return what `_device.trained` does."""
     _device.forget_memory()
     kind = _device.type_of_device() if device != "cpu" else "cpu"  # a batch that is not there yet would be waited for
     drawn = build_batches(SIZES[SIZE], WARMUP + TIMED, ROWS)
@@ -193,15 +194,10 @@ def train_case(case: Case, dtype: str, device: str, folder: str) -> tuple[list[f
     if case.compiles_blocks and device != "cpu":
         for block in model.blocks:
             block.compile(backend="eager" if IS_REHEARSAL else "inductor")
-    losses, seconds = [], []
     with lowtide.initialize(model, case.config(dtype, device, folder)) as engine, warnings.catch_warnings():
         if case.compiles_blocks:
             warnings.simplefilter("ignore")  # of torch's compiler, about itself
-        for batch in batches:
-            took, _, result = _device.timed(functools.partial(engine.train_step, batch))
-            losses.append(result.loss)
-            seconds.append(took)
-        return [float(loss) for loss in losses], statistics.median(seconds[WARMUP:]) * 1e3
+        return _device.trained(lambda *batch: engine.train_step(batch).loss, batches, WARMUP)
 
 
 def train(record: Record) -> None:
@@ -211,32 +207,43 @@ def train(record: Record) -> None:
     @functools.cache
     def on_cpu(numbers: str, dtype: str) -> list[float]:
         case = next(one for one in CASES if one.numbers == numbers)
-        return train_case(case, dtype, "cpu", folder)[0]
+        losses: list[float] = train_case(case, dtype, "cpu", folder)["losses"]
+        return losses
 
     with tempfile.TemporaryDirectory(prefix="offload-", dir=record.folder) as folder:
         for number, case in enumerate(CASES):
             # In a rehearsal each case has one precision, the next one the next.
             for dtype in [case.dtypes[number % len(case.dtypes)]] if IS_REHEARSAL else case.dtypes:
                 what = f"{case.name}, {dtype}"
-                if not record.wants(what):
-                    continue
-                with record.measuring(what):
-                    losses, milliseconds = train_case(case, dtype, _device.config_name(), folder)
-                    peaks = _device.peaks()
-                    difference = loss_difference([losses], on_cpu(case.numbers, dtype))
-                    record.add(
-                        "one rank beside the CPU",
-                        case=case.name,
-                        dtype=dtype,
-                        loss=losses[-1],
-                        largest_difference=difference,
-                        ms_a_step=milliseconds,
-                        peak_MiB=mib(peaks.allocated),
-                        reserved_MiB=mib(peaks.reserved),
-                    )
-                    if difference is None or not difference <= TOLERANCES[dtype]:
-                        most = f"expected at most {TOLERANCES[dtype]} (relative) from the CPU's losses"
-                        record.fail(what, f"{most}, found {difference}")
+                if record.wants(what):
+                    with record.measuring(what):
+                        found = train_case(case, dtype, _device.config_name(), folder)
+                        row = {"case": case.name, "dtype": dtype, "reserved_MiB": mib(found["reserved"])}
+                        expected = on_cpu(case.numbers, dtype)
+                        add_training(record, "one rank beside the CPU", what, row, [found], expected, TOLERANCES[dtype])
+
+
+def add_training(
+    record: Record,
+    table: str,
+    what: str,
+    row: dict[str, Cell],
+    found: Sequence[Mapping[str, Any]],
+    expected: Sequence[float],
+    tolerance: float,
+) -> None:
+    """Add the row of a training; it fails where losses of its ranks are not as expected. found: of each rank."""
+    difference = loss_difference([one["losses"] for one in found], expected)
+    record.add(
+        table,
+        **row,
+        loss=found[0]["losses"][-1],
+        largest_difference=difference,
+        ms_a_step=max(one["ms"] for one in found),
+        peak_MiB=mib(max((one["allocated"] for one in found if one["allocated"]), default=None)),
+    )
+    if difference is None or not difference <= tolerance:
+        record.fail(what, f"expected losses at most {tolerance} (relative) from those of one rank, found {difference}")
 
 
 # -- part trace: one of eight simulated ranks ------------------------------------------------------------------------
@@ -245,7 +252,7 @@ def train(record: Record) -> None:
 # and kernels of this rank are those of a job of eight. What it shows is the host's part: where the device waits.
 
 NUM_RANKS = 8
-WARMUP_STEPS, TIMED_STEPS, PROFILED_STEPS = 3, 5, 2
+WARMUP_STEPS, TRACED_STEPS, PROFILED_STEPS = 3, 5, 2
 STEP = "step"
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -309,19 +316,12 @@ def trace_stage(record: Record, stage: int, size: str, microbatch: int) -> None:
     batch = tokens.to(_device.type_of_device()), targets.to(_device.type_of_device())
     engine = lowtide.initialize(build_model(SIZES[size]), config)
     try:
-        for _ in range(WARMUP_STEPS):
-            engine.train_step(batch)
-        milliseconds = timed_steps(engine, batch)
+        batches = [batch] * (WARMUP_STEPS + TRACED_STEPS)
+        found = _device.trained(lambda *batch: engine.train_step(batch).loss, batches, WARMUP_STEPS)
         events = profiled(engine, batch, record.folder / f"trace_stage{stage}.json.gz")
     finally:
         engine.close()
-    add_step(record, stage, milliseconds, events)
-
-
-def timed_steps(engine: lowtide.Engine, batch: Any) -> tuple[float, float]:
-    """Return the milliseconds of a step, and until the host has launched all of it: medians."""
-    found = [_device.timed(lambda: engine.train_step(batch)) for _ in range(TIMED_STEPS)]
-    return statistics.median(one[0] for one in found) * 1e3, statistics.median(one[1] for one in found) * 1e3
+    add_step(record, stage, found, events)
 
 
 def profiled(engine: lowtide.Engine, batch: Any, path: Path) -> list[Event]:
@@ -340,7 +340,7 @@ def profiled(engine: lowtide.Engine, batch: Any, path: Path) -> list[Event]:
     return events
 
 
-def add_step(record: Record, stage: int, milliseconds: tuple[float, float], events: Sequence[Event]) -> None:
+def add_step(record: Record, stage: int, found: Mapping[str, Any], events: Sequence[Event]) -> None:
     kernels = kernels_of(events, _ON_DEVICE if _device.records_kernels() else ("cpu_op",))
     if not kernels:
         record.fail(f"stage {stage}", "expected kernels in the trace, found none")
@@ -349,8 +349,8 @@ def add_step(record: Record, stage: int, milliseconds: tuple[float, float], even
     record.add(
         "steps",
         stage=stage,
-        ms_a_step=milliseconds[0],
-        ms_until_launched=milliseconds[1],
+        ms_a_step=found["ms"],
+        ms_until_launched=found["ms until launched"],
         idle_share_while_profiled=idle_share(kernels),
         kernels_a_step=len(kernels) // PROFILED_STEPS,
         waits_a_step=len(waits) / PROFILED_STEPS,
@@ -384,3 +384,117 @@ def host_waits_of(events: Sequence[Event], within: str) -> list[str]:
         and ("Synchronize" in call["name"] or call["name"] == "cudaMemcpy")
         and any(one["ts"] <= call["ts"] < one["ts"] + one["dur"] for one in ranges)
     ]
+
+
+# -- part splits: states, layers, sequences and experts that two ranks on one device share ---------------------------
+
+# Their losses are compared with those of one rank that has it all. Most versions of NCCL refuse two ranks on one GPU:
+# then a row says so, and its other cases are not tried.
+
+DATA, SPLITS = "data", ("tensor", "sequence", "expert")
+SPLIT_STAGES = (3,) if IS_REHEARSAL else (0, 3)
+SPLIT_ROWS, SPLIT_STEPS, NUM_EXPERTS = 2, 3, 8
+MOST_SECONDS = 300.0 if IS_REHEARSAL else 40.0  # of a job: one that hangs leaves time for others
+SHAPE = (
+    Shape(layers=1, hidden=32, heads=8, vocabulary=256, sequence=16, mlp=128)
+    if IS_REHEARSAL
+    else Shape(layers=8, hidden=1024, heads=16, vocabulary=256, sequence=1024, mlp=4096)
+)
+
+
+class Experts(nn.Module):
+    """Two experts for each token, of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(SHAPE.hidden, NUM_EXPERTS, bias=False)
+        self.experts = nn.ModuleList(Gated(SHAPE) for _ in range(NUM_EXPERTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        weights, choices = self.gate(rows).softmax(-1).topk(2)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            at, place = torch.where(choices == number)
+            out = out.index_add(0, at, expert(rows[at]) * weights[at, place, None])
+        return out.view_as(x)
+
+
+def build_split(split: str, num_ranks: int, stage: int) -> lowtide.Engine:
+    """Return an engine of the planner's Llama, with the same weights in every process."""
+    torch.manual_seed(SEED)
+    model = Llama(SHAPE)
+    if split == "expert":
+        for layer in model.layers:
+            layer.mlp = Experts()
+    config = {
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "adamw"},
+        "gradient_clipping": 1.0,
+        "parallel": {} if split == DATA else {split: num_ranks},
+        "tensor_parallel": {"plan": {"embedding": "whole", "head": "whole"} if split == "tensor" else None},
+        "kernels": {"fuse_modules": False},
+        "device": _device.config_name(),
+        "steps_per_print": 0,
+    }
+    return lowtide.initialize(model, config)
+
+
+def batch_of(engine: lowtide.Engine) -> dict[str, Tensor]:
+    """Return this rank's rows of the same batch in every process."""
+    numbers = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(SHAPE.vocabulary, (SPLIT_ROWS, SHAPE.sequence + 1), generator=numbers)
+    positions = torch.arange(SHAPE.sequence).expand(SPLIT_ROWS, -1)
+    whole = {"input_ids": tokens[:, :-1], "position_ids": positions, "shift_labels": tokens[:, 1:].contiguous()}
+    device = _device.type_of_device()
+    return {name: value.chunk(engine.data_size)[engine.data_rank].to(device) for name, value in whole.items()}
+
+
+def train_split(split: str, num_ranks: int, stage: int) -> dict[str, Any]:
+    """Train on this rank; return what `_device.trained` does."""
+    _device.forget_memory()
+    with build_split(split, num_ranks, stage) as engine:
+        return _device.trained(lambda batch: engine.train_step(batch).loss, [(batch_of(engine),)] * SPLIT_STEPS, 0)
+
+
+def train_rank(job: dict[str, Any]) -> dict[str, Any]:
+    """Train on a rank. job: "backend", "split", "stage"."""
+    _device.prepare()
+    if _device.count():
+        torch.accelerator.set_device_index(0)
+    dist.init_process_group(job["backend"])
+    found = train_split(job["split"], 2, job["stage"])
+    dist.barrier()
+    return found
+
+
+def compare_splits(record: Record) -> None:
+    device = _device.type_of_device()
+    start = warm_start("torch", "lowtide.engine.build")
+    for backend in dict.fromkeys(("gloo", dist.get_default_backend_for_device(device))):
+        is_refused = device not in dist.Backend.backend_capability[backend]
+        for split, stage in itertools.product((DATA, *SPLITS), SPLIT_STAGES):
+            what = f"{backend}, {split}, stage {stage}"
+            if not is_refused and record.wants(what):
+                with record.measuring(what):
+                    is_refused = not compare_with_one_rank(record, what, backend, split, stage, start)
+
+
+def compare_with_one_rank(record: Record, what: str, backend: str, split: str, stage: int, start: Start) -> bool:
+    """Add a row; return False where NCCL does not start, which is no failure. That losses differ is one."""
+    job = {"worker": "_gpu_parts:train_rank", "threads": 1, "backend": backend, "split": split, "stage": stage}
+    environment = environment_of(1, None, _device.type_of_device())
+    if _device.type_of_device() == "cuda":  # all ranks see one device alone
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    table = "two ranks on one device"
+    row: dict[str, Cell] = {"split": split, "backend": backend, "stage": stage}
+    try:
+        found = run_ranks(job, 2, sys.executable, environment, MOST_SECONDS, start=start)
+    except JobError as error:
+        record.add(table, **row, outcome=f"refused: {error}")
+        if backend == "nccl":
+            return False
+        raise
+    expected = train_split(split, 1, 0)["losses"]
+    add_training(record, table, what, {**row, "outcome": "trained"}, found, expected, TOLERANCES["fp32"])
+    return True

@@ -93,6 +93,10 @@ Start = Callable[[list[str], dict[str, str], Path], Process]
 """Starts a rank, given its command, its environment, and the file that gets its output."""
 
 
+Place = Callable[[int], tuple[list[str], dict[str, str]]]
+"""Gives of a rank what stands before its command, and more of its environment."""
+
+
 def start_process(command: list[str], environment: dict[str, str], log: Path) -> Process:
     with log.open("wb") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
@@ -194,14 +198,13 @@ def run_ranks(
     environment: dict[str, str],
     timeout_seconds: float,
     worker: Path = WORKER,
-    place: Callable[[int], tuple[list[str], dict[str, str]]] | None = None,
+    place: Place | None = None,
     start: Start | None = None,
 ) -> list[Any]:
     """Runs the worker once for each rank, with the job as its JSON file; gives what each rank wrote beside that.
 
-    job: "worker", the function that a rank calls, and "threads", beside what that function asks for. place: of a rank,
-    what stands before its command, and more of its environment. start: such as `Forks`; else a fork of this process or
-    a new one, see [Note: Forks and processes].
+    job: "worker", the function that a rank calls, and "threads", beside what that function asks for. start: such as
+    `Forks`; else a fork of this process or a new one, see [Note: Forks and processes].
 
     Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
     left behind.
@@ -315,12 +318,13 @@ def run_job(
     row: Row,
     allocator: str | None,
     python: str | None = None,
+    place: Place | None = None,
     **more: Any,
 ) -> tuple[list[Any], int]:
     """Run one job of a row; with an `allocator` it is a memory job. Return what its ranks wrote, and the warm-up.
 
     The job is told the command line, its contender, and `more`, which replaces what the others say. python: else the
-    contender's. Raises JobError as `run_ranks`.
+    contender's. place: as `run_ranks` has it, and JobError as it raises it.
     """
     job = job_of(options) | asdict(row.contender) | {"ranks": row.ranks or options.ranks}
     job |= {"worker": worker, "allocator": allocator, "warmup": 0 if allocator else getattr(options, "warmup", 0)}
@@ -329,8 +333,8 @@ def run_job(
     job |= more
     environment = environment_of(options.threads, allocator, getattr(options, "device", "cpu"))
     num_processes = row.contender.num_processes(job["ranks"])
-    found = run_ranks(job, num_processes, python or python_of(row.contender, options), environment, options.timeout)
-    return found, job["warmup"]
+    python = python or python_of(row.contender, options)
+    return run_ranks(job, num_processes, python, environment, options.timeout, place=place), job["warmup"]
 
 
 def run_steps(
@@ -359,6 +363,11 @@ class Row:
         return self.contender.label + (f" on {self.ranks} ranks" if self.ranks else "")
 
     @property
+    def more(self) -> dict[str, Any]:
+        """What the first timed job alone knows."""
+        return next(job.more for job in self.timed.values())
+
+    @property
     def has_jobs(self) -> bool:
         """Whether there is something to show of it."""
         return bool(self.timed or self.memory)
@@ -378,12 +387,22 @@ class Row:
         """Of the first allocator."""
         return next((job.peak_bytes for job in self.memory.values()), None)
 
-    def ratios(self, other: Row | None) -> list[float]:
-        """Gives this row's step time over the other's, for every round that both finished."""
+    def beside(self, other: Row | None) -> list[tuple[Result, Result]]:
+        """Gives this row's job and the other's, for every round that both finished."""
         if other is None:
             return []
         rounds = sorted(self.timed.keys() & other.timed.keys())
-        return [self.timed[number].step_seconds / other.timed[number].step_seconds for number in rounds]
+        return [(self.timed[number], other.timed[number]) for number in rounds]
+
+    def ratios(self, other: Row | None) -> list[float]:
+        """Gives this row's step time over the other's, for every round that both finished."""
+        return [own.step_seconds / theirs.step_seconds for own, theirs in self.beside(other)]
+
+
+def row_of(name: str, *rounds: Mapping[str, Any], kind: str = "lowtide") -> Row:
+    """Return the row of what this process has measured itself, by round."""
+    jobs = {number: Result([], [], more=dict(found)) for number, found in enumerate(rounds)}
+    return Row(Contender(name, name, kind), timed=jobs)
 
 
 def find(rows: Sequence[Row], name: str | None, ranks: int | None = None) -> Row | None:
@@ -621,59 +640,53 @@ def over(value: float | None, other: float | None) -> float | None:
     return value / other if value and other else None
 
 
-def make_table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], num_texts: int = 1) -> Table:
-    """A table whose first columns are texts, the others numbers."""
-    from rich.table import Table
-
-    table = Table(title=title)
-    for number, heading in enumerate(headings):
-        is_text = number < num_texts
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=not is_text)
-    for cells in rows:
-        table.add_row(*cells)
-    return table
-
-
-def write_bars(
-    path: Path,
-    title: str,
-    labels: Sequence[str],
-    is_ours: Sequence[bool],
-    panels: Sequence[tuple[str, Any, float | None]],
-) -> None:
-    """Writes a PNG: a bar a label in each panel, lowtide's in blue, as the median with least and most.
-
-    panels: (label, of each bar its values by round, where a dotted line is).
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(3 + 4 * len(panels), 1.5 + 0.38 * len(labels)), layout="constrained")
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    places = range(len(labels))
-    for axes, (label, found, line) in zip(grid, panels, strict=True):
-        values = [list(one) or [0.0] for one in found]
-        middle = [statistics.median(one) for one in values]
-        errors = [[m - min(one) for m, one in zip(middle, values, strict=True)]]
-        errors.append([max(one) - m for m, one in zip(middle, values, strict=True)])
-        colours = ["tab:blue" if ours else "tab:gray" for ours in is_ours]
-        axes.barh(places, middle, xerr=errors, color=colours, ecolor="black", capsize=2)
-        if line is not None:
-            axes.axvline(line, color="black", linewidth=0.8, linestyle=":")
-        axes.set_xlabel(label)
-    grid[0].set_yticks(places, labels)
-    grid[0].invert_yaxis()
-    figure.suptitle(title, fontsize=10)
-    figure.savefig(path, dpi=120)
-
-
 Tables = Mapping[str, Sequence[Column]]
 """The columns of each table by its title; every table has a line for each row."""
 
 
+def step_columns(rows: Sequence[Row], heading: str, peer_of: Callable[[Row], Row | None]) -> list[Column]:
+    """Return the columns of a comparison in pairs: each row beside its peer, which `heading` names.
+
+    Medians, and (lowest-highest) over the rounds; a ratio is of jobs of the same round.
+    """
+
+    def peak_ratio(row: Row) -> float | None:
+        peer = peer_of(row)
+        return over(row.peak_bytes, peer.peak_bytes if peer else None)
+
+    return [
+        Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
+        Column(f"x {heading}", lambda row: row.ratios(peer_of(row)), panel=f"step time / {heading}'s", line=1.0),
+        Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
+        Column(f"peak x {heading}", peak_ratio),
+        LOSSES,
+    ]
+
+
+def columns_of(forms: Mapping[str, str], panels: Sequence[str] = ()) -> list[Column]:
+    """Return a column of each name that the jobs of `row_of` have found, with its form."""
+
+    def column(name: str) -> Column:
+        def of(row: Row) -> list[float]:
+            return [job.more[name] for job in row.timed.values() if job.more[name] is not None]
+
+        return Column(name, of, forms[name], name if name in panels else None)
+
+    return [column(name) for name in forms]
+
+
 def table_of(rows: Sequence[Row], columns: Sequence[Column], title: str) -> Table:
-    labels = [row.label + (" [red]FAILED[/red]" if row.failure else "") for row in rows]
-    lines = [[label, *(column.cell(row) for column in columns)] for label, row in zip(labels, rows, strict=True)]
-    return make_table(title, ["contender", *(column.heading for column in columns)], lines)
+    """Return the table of a line for each row."""
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("contender")
+    for column in columns:
+        table.add_column(column.heading, justify="right", no_wrap=True)
+    for row in rows:
+        label = row.label + (" [red]FAILED[/red]" if row.failure else "")
+        table.add_row(label, *(column.cell(row) for column in columns))
+    return table
 
 
 def values_of(row: Row, tables: Tables) -> dict[str, dict[str, Value]]:
@@ -682,13 +695,29 @@ def values_of(row: Row, tables: Tables) -> dict[str, dict[str, Value]]:
 
 
 def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> None:
-    """Draw bars of the columns that are panels."""
-    rows, panels = [row for row in rows if row.has_jobs], []
-    for column in [column for columns in tables.values() for column in columns if column.panel]:
+    """Write a PNG: a bar a row in each column that is a panel, lowtide's in blue, as the median with least and most."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row.has_jobs]
+    panels = [column for columns in tables.values() for column in columns if column.panel]
+    figure = Figure(figsize=(3 + 4 * len(panels), 1.5 + 0.38 * len(rows)), layout="constrained")
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    colours = ["tab:blue" if row.contender.kind == "lowtide" else "tab:gray" for row in rows]
+    for axes, column in zip(grid, panels, strict=True):
         found = [column.value(row) for row in rows]
-        bars = [value if isinstance(value, list) else [value or 0.0] for value in found]
-        panels.append((column.panel or "", bars, column.line))
-    write_bars(path, title, [row.label for row in rows], [row.contender.kind == "lowtide" for row in rows], panels)
+        bars: list[Any] = [(value if isinstance(value, list) else [value]) or [0.0] for value in found]
+        bars = [[one or 0.0 for one in values] for values in bars]
+        middle = [statistics.median(values) for values in bars]
+        below = [one - min(values) for one, values in zip(middle, bars, strict=True)]
+        above = [max(values) - one for one, values in zip(middle, bars, strict=True)]
+        axes.barh(range(len(rows)), middle, xerr=[below, above], color=colours, ecolor="black", capsize=2)
+        if column.line is not None:
+            axes.axvline(column.line, color="black", linewidth=0.8, linestyle=":")
+        axes.set_xlabel(column.panel)
+    grid[0].set_yticks(range(len(rows)), [row.label for row in rows])
+    grid[0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(path, dpi=120)
 
 
 def write_json(options: argparse.Namespace, numbers: Any) -> None:

@@ -19,13 +19,25 @@ import random
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from _contenders import lowtide_config
-from _harness import ALLOCATORS, JobError, Parser, begin, count, environment_of, run_ranks, write_json
+from _harness import (
+    ALLOCATORS,
+    JobError,
+    Parser,
+    Row,
+    begin,
+    columns_of,
+    conclude,
+    count,
+    environment_of,
+    row_of,
+    run_ranks,
+)
 from _model import GPTSize
 from predicted import Case, estimate_of, train
 
@@ -110,32 +122,6 @@ class MemoryGroup:
         self.close()
 
 
-@dataclass
-class Outcome:
-    """Of one case. killed: with a limit of the planned bytes and so much more, and less; peak: without a limit."""
-
-    name: str
-    planned: int
-    killed: tuple[bool, bool] | None = None
-    peak: int = 0
-    error: str = ""
-
-    @property
-    def holds(self) -> bool:
-        return self.killed == (False, True)
-
-    @property
-    def text(self) -> str:
-        if self.error:
-            said = f"FAILED: {self.error}"
-        elif self.killed is None:
-            said = f"{self.peak / 1e6:7.1f} MB taken, {100 * (self.planned / self.peak - 1):+5.1f} %"
-        else:
-            more, less = self.killed
-            said = f"+3% {'KILLED' if more else 'ends well'}, -3% {'killed' if less else 'ENDS WELL'}"
-        return f"{self.planned / 1e6:7.1f} MB planned, {said}   {self.name}"
-
-
 def private_bytes(job: dict[str, Any]) -> int:
     """Train as a worker, and return this process's bytes in heap, stacks and anonymous maps."""
     train(job)
@@ -207,19 +193,21 @@ def run(case: Case, limit: int | None, steps: int, timeout: float) -> tuple[bool
         return False, group.peak_bytes
 
 
-def judged(case: Case, planned: int, options: argparse.Namespace) -> Outcome:
-    """Both ways, or without a limit."""
-    outcome = Outcome(case.name, planned)
+def judged(case: Case, planned: int, options: argparse.Namespace) -> Row:
+    """Return the row of a case, both ways or without a limit; it fails where the law does not hold."""
+    row = row_of(case.name, {"planned": planned / 1e6, "taken": None, "above": None})
     try:
         if options.unlimited:
-            _, outcome.peak = run(case, None, options.steps, options.timeout)
-        else:
-            limits = [round(planned * (1 + sign * MARGIN)) for sign in (1, -1)]
-            more, less = (run(case, limit, options.steps, options.timeout)[0] for limit in limits)
-            outcome.killed = more, less
+            peak = run(case, None, options.steps, options.timeout)[1]
+            row.more.update({"taken": peak / 1e6, "above": planned / peak - 1})
+            return row
+        for sign, must_be_killed in ((1, False), (-1, True)):
+            limit = round(planned * (1 + sign * MARGIN))
+            if run(case, limit, options.steps, options.timeout)[0] != must_be_killed:
+                row.failure = f"{sign * MARGIN:+.0%}: {'ended well' if must_be_killed else 'was killed'}"
     except JobError as error:
-        outcome.error = str(error)
-    return outcome
+        row.failure = str(error)
+    return row
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -233,24 +221,25 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    """Run the cases and print a line for each; the status is 1 where the law does not hold."""
-    options, _ = parse_arguments(), begin()
+def main() -> int:
+    """Run the cases; the status is 1 where the law does not hold."""
+    options, console = parse_arguments(), begin()
     generator = random.Random(options.seed)
-    outcomes = []
+    rows = []
     try:
         measured = Measured.read(options.machine)
         for number in range(options.cases):
             case = drawn(generator, 1 + number % 4)
-            outcomes.append(judged(case, planned_bytes(case, measured, options.timeout), options))
-            print(outcomes[-1].text, flush=True)
+            rows.append(judged(case, planned_bytes(case, measured, options.timeout), options))
+            console.print(f"{case.name}: {rows[-1].failure or 'ended as planned'}", markup=False, highlight=False)
     except (NoCgroup, ValueError) as error:
         raise SystemExit(f"cgroup_law: {error}") from error
-    write_json(options, [asdict(one) for one in outcomes])
     if not options.unlimited:
-        print(f"the law holds for {sum(one.holds for one in outcomes)} of {len(outcomes)} cases")
-        raise SystemExit(0 if all(one.holds for one in outcomes) else 1)
+        print(f"the law holds for {sum(row.failure is None for row in rows)} of {len(rows)} cases")
+    title = "planned bytes, MB"
+    columns = columns_of({"planned": ".1f", "taken": ".1f", "above": "+.1%"}, ["planned", "taken"])
+    return conclude(options, console, rows, {title: columns}, title)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

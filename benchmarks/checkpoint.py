@@ -246,9 +246,8 @@ def columns(rows: Sequence[Row], key: str, num_params: int) -> list[Column]:
     label, bytes_per_parameter, disk_work = OPERATIONS[key]
     nbytes = bytes_per_parameter * num_params
 
-    def seconds(row: Row | None) -> dict[int, float]:
-        """Return the median of each round."""
-        return {number: statistics.median(job.more["seconds"][key]) for number, job in row.timed.items()} if row else {}
+    def seconds(job: Result) -> float:
+        return float(statistics.median(job.more["seconds"][key]))
 
     def best(row: Row) -> float | None:
         return max((nbytes / min(job.more["seconds"][key]) / 1e6 for job in row.timed.values()), default=None)
@@ -256,22 +255,21 @@ def columns(rows: Sequence[Row], key: str, num_params: int) -> list[Column]:
     def to_disk(row: Row) -> list[float]:
         """Return this contender's speed over the disk's own in the same minute, which was given the whole state."""
         scale = bytes_per_parameter / STATE_BYTES
-        return [row.timed[number].more["disk"][disk_work] * scale / one for number, one in seconds(row).items()]
+        return [job.more["disk"][disk_work] * scale / seconds(job) for job in row.timed.values()]
 
     def to_peer(row: Row, name: str) -> list[float]:
-        own, theirs = seconds(row), seconds(find(rows, name))
-        return [theirs[number] / own[number] for number in sorted(own.keys() & theirs.keys())]
+        return [seconds(theirs) / seconds(own) for own, theirs in row.beside(find(rows, name))]
 
     def extra_bytes(row: Row) -> float | None:
         return next((mib(job.more["extra_bytes"][key]) for job in row.memory.values()), None)
 
     panel = f"{label}, x the disk's own work (more is better)"
     return [
-        Column("MB/s", lambda row: [nbytes / one / 1e6 for one in seconds(row).values()], ".0f"),
+        Column("MB/s", lambda row: [nbytes / seconds(job) / 1e6 for job in row.timed.values()], ".0f"),
         Column("MB/s\nbest", best, ".0f"),
         Column("x plain\nwrite or read", to_disk, panel=panel, line=1.0),
-        Column("x FSDP2", lambda row: to_peer(row, FSDP2)),
-        Column("x DeepSpeed", lambda row: to_peer(row, DEEPSPEED)),
+        Column("x FSDP2", partial(to_peer, name=FSDP2)),
+        Column("x DeepSpeed", partial(to_peer, name=DEEPSPEED)),
         Column("extra MiB\na rank", extra_bytes, ".0f"),
     ]
 

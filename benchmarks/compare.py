@@ -1,14 +1,11 @@
 """Trains the same GPT with lowtide, torch's DDP and FSDP2, and DeepSpeed; compares time, memory and losses.
 
-`_harness.py` says how jobs are interleaved, `_worker.py` what counts as memory. --drive-mb-per-second simulates a drive
-by waiting where blocks are read and written: a slow drive beside a CPU is as a fast one is beside a GPU.
+`_harness.py` says how jobs are interleaved, `_worker.py` what counts as memory.
 
-Example, the whole comparison, a quick look, and accumulation layer by layer:
+Example, the whole comparison, and a quick look:
 
     python benchmarks/compare.py --size 85M --json compare.json --png compare.png
     python benchmarks/compare.py --size 10M --contenders ddp fsdp2 lowtide-3 --rounds 1 --memory none
-    python benchmarks/compare.py --ranks 1 --accumulation 8 --contenders lowtide-3-recompute-nvme lowtide-3-layered \\
-        --memory none --drive-mb-per-second 150
 """
 
 from __future__ import annotations
@@ -17,14 +14,10 @@ import argparse
 import os
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from _contenders import BUILDERS, CONTENDERS, DDP, FSDP2, OFFLOAD_FOLDER, REFERENCE, Setup
 from _harness import LOSSES, Column, JobParser, Row, compare, count, find, mib, over, run_steps
@@ -42,37 +35,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     batches = build_batches(size, job["warmup"] + job["steps"], rows)
     setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
     trainer = BUILDERS[job["kind"]](build_model(size), setup, **job["options"])
-    speed = job["drive_mb_per_second"]
-    with slow_drive(speed * 1e6) if speed else nullcontext():
-        found = timed_steps(trainer.step, [(tokens[share], targets[share]) for tokens, targets in batches], memory)
+    found = timed_steps(trainer.step, [(tokens[share], targets[share]) for tokens, targets in batches], memory)
     trainer.close()
     return found
-
-
-@contextmanager
-def slow_drive(bytes_per_second: float) -> Iterator[None]:
-    """Let blocks that are read and written pass one after the other, and take their time."""
-    from lowtide.offload.file_store import FileStore
-
-    load, save = FileStore._load_block, FileStore._save_block
-    lock, free_at = threading.Lock(), 0.0
-
-    def wait(nbytes: int) -> None:
-        nonlocal free_at
-        with lock:
-            until = free_at = max(free_at, time.perf_counter()) + nbytes / bytes_per_second
-        time.sleep(max(0.0, until - time.perf_counter()))
-
-    def slow_load(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
-        wait(block.nbytes)
-        load(store, entry, block, *rest)
-
-    def slow_save(store: FileStore, entry: Any, block: memoryview, *rest: Any) -> None:
-        wait(block.nbytes)
-        save(store, entry, block, *rest)
-
-    with patch.object(FileStore, "_load_block", slow_load), patch.object(FileStore, "_save_block", slow_save):
-        yield
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -84,7 +49,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--microbatch", type=count(), default=1, help="sequences of a rank in a forward (default: 1)")
     add("--accumulation", type=count(), default=1, help="forwards and backwards of a step (default: 1)")
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the norm of the gradients (default: it is not)")
-    add("--drive-mb-per-second", type=float, help="simulate a drive that is no faster, of one rank")
     add("--offload-folder", type=Path, metavar="FOLDER", help="where offload puts its files (default: a new one, here)")
     return parser.check(parser.parse_args(arguments))
 

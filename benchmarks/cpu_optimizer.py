@@ -1,8 +1,8 @@
-"""Times one AdamW step on a flat CPU shard: the C++ kernel, torch's kernels, DeepSpeedCPUAdam, and plain copies.
+"""Times one AdamW step on a flat CPU shard: the C++ kernel, torch's kernels, DeepSpeedCPUAdam, and a plain copy.
 
 Gradients are float32, parameters are written in bfloat16. Bandwidth counts what a step moves: master weights and states
-read and written, the gradient read, the parameters written. "of copy" compares it with the best of two ways to copy
-float32 weights, which may be exceeded: a step writes where it has read, and reads more than it writes.
+read and written, the gradient read, the parameters written. "of copy" compares it with a copy of float32 weights, which
+may be exceeded: a step writes where it has read, and reads more than it writes.
 
 Example, everything and then the kernel alone:
 
@@ -28,19 +28,15 @@ from _harness import Column, Contender, JobParser, Row, by_name, compare, count,
 from _worker import PeakSampler, timed_steps
 
 OPTIONS: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-COPIES = ("copy-torch", "copy-streamed")
-_INT8 = {"states": "int8", "masters": "int8"}
+COPY = "copy"
 CONTENDERS = by_name(
-    Contender("kernel", "C++ kernel", "lowtide", {"states": "float32"}),
-    Contender("kernel-bf16", "C++ kernel, bf16 states", "lowtide", {"states": "bfloat16"}),
-    Contender("kernel-int8", "C++ kernel, int8 states", "lowtide", {"states": "int8"}),
-    Contender("kernel-int8-both", "C++ kernel, int8 masters, states", "lowtide", _INT8),
-    Contender("kernel-12-bytes", "the same, bf16 gradients", "lowtide", {**_INT8, "gradients": "bfloat16"}),
+    Contender("kernel", "C++ kernel", "lowtide", {"state_dtype": "float32"}),
+    Contender("kernel-bf16", "C++ kernel, bf16 states", "lowtide", {"state_dtype": "bfloat16"}),
+    Contender("kernel-int8", "C++ kernel, int8 states", "lowtide", {"state_dtype": "int8"}),
     Contender("torch-chunked", "torch fused + cast, chunk by chunk", "torch", {"by_chunks": True}),
     Contender("torch-whole", "torch fused, then cast", "torch", {"by_chunks": False}),
     Contender("deepspeed", "DeepSpeedCPUAdam, then cast", "deepspeed"),
-    Contender("copy-torch", "copy of float32, torch", "copy", {"is_streamed": False}),
-    Contender("copy-streamed", "copy of float32, streamed", "copy", {"is_streamed": True}),
+    Contender(COPY, "copy of float32, streamed", "copy"),
 )
 
 Work = tuple[Callable[[], object], int]
@@ -61,34 +57,24 @@ class Shard:
         self.num_steps = 0
 
     def moved_bytes(self, state_bytes: int) -> int:
+        """Return what a step reads and writes."""
         return 2 * self.master.nbytes + self.gradient.nbytes + 2 * state_bytes + self.out.nbytes
 
 
-def by_lowtide(shard: Shard, states: str, masters: str = "float32", gradients: str = "float32") -> Work:
-    """masters: "int8" keeps 8 bits beside each bfloat16 parameter, which is then the master itself."""
+def by_lowtide(shard: Shard, state_dtype: str) -> Work:
     from lowtide.kernels.optimizer_states import new_states, stored_states
     from lowtide.kernels.optimizer_step import CpuKernel, ShardUpdate
-    from lowtide.kernels.weight_rounding import Rounding
     from lowtide.optimizers import OPTIMIZERS
 
-    rule, kernel, numel = OPTIMIZERS["adamw"], CpuKernel(), shard.master.numel()
-    tensors = list(new_states(rule, shard.master, OPTIONS, getattr(torch, states)).values())
-    weight, rounding, remainder = shard.master, None, None
-    out: torch.Tensor | None = shard.out
-    gradient = shard.gradient.to(getattr(torch, gradients))
-    if masters == "int8":
-        weight, out = shard.master.bfloat16(), None
-        rounding, remainder = Rounding.of(0, "shard", 0), torch.zeros(numel, dtype=torch.int8)
+    rule, kernel, runs = OPTIMIZERS["adamw"], CpuKernel(), [(shard.master.numel(), OPTIONS)]
+    tensors = list(new_states(rule, shard.master, OPTIONS, getattr(torch, state_dtype)).values())
 
     def step() -> None:
         shard.num_steps += 1
-        stored, runs, number = stored_states(tensors), [(numel, OPTIONS)], shard.num_steps
-        update = ShardUpdate(weight, gradient, stored, runs, [number], out, rounding, remainder)
-        kernel.update(rule, update, number, 1.0)
+        stored, number = stored_states(tensors), shard.num_steps
+        kernel.update(rule, ShardUpdate(shard.master, shard.gradient, stored, runs, [number], shard.out), number, 1.0)
 
-    written = [weight, *tensors, *([] if remainder is None else [remainder])]
-    beside = gradient.nbytes + (0 if out is None else out.nbytes)
-    return step, 2 * sum(tensor.nbytes for tensor in written) + beside
+    return step, shard.moved_bytes(sum(tensor.nbytes for tensor in tensors))
 
 
 def by_torch(shard: Shard, by_chunks: bool) -> Work:
@@ -127,12 +113,9 @@ def by_deepspeed(shard: Shard) -> Work:
     return step, shard.moved_bytes(2 * shard.master.nbytes)
 
 
-def by_copy(shard: Shard, is_streamed: bool) -> Work:
-    """Streamed: the C library's memmove, whose stores go around the cache where there are many bytes."""
+def by_copy(shard: Shard) -> Work:
+    """The C library's memmove, whose stores go around the cache where there are many bytes."""
     to, source, threads = torch.empty_like(shard.master), shard.master, torch.get_num_threads()
-    moved_bytes = 2 * source.nbytes
-    if not is_streamed:
-        return partial(to.copy_, source), moved_bytes
     pool = ThreadPoolExecutor(threads)
     ends = [source.nbytes * number // threads // 4096 * 4096 for number in range(threads)] + [source.nbytes]
 
@@ -140,7 +123,7 @@ def by_copy(shard: Shard, is_streamed: bool) -> Work:
         start, end = range_
         ctypes.memmove(to.data_ptr() + start, source.data_ptr() + start, end - start)
 
-    return lambda: list(pool.map(copy, pairwise(ends))), moved_bytes
+    return lambda: list(pool.map(copy, pairwise(ends))), 2 * source.nbytes
 
 
 BUILDERS: dict[str, Callable[..., Work]] = {
@@ -176,24 +159,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def columns(rows: Sequence[Row], numel: int) -> list[Column]:
     """Shares and ratios are of jobs of the same round. GB/s: of the fastest step, as STREAM counts."""
 
-    def moved_bytes(row: Row) -> int:
-        moved: int = next(job.more["moved_bytes"] for job in row.timed.values())
-        return moved
-
     def bandwidth(row: Row | None) -> float | None:
         if row is None or not row.timed:
             return None
-        return moved_bytes(row) / min(min(job.seconds) for job in row.timed.values())
-
-    def share(row: Row) -> float | None:
-        copies = [found for name in COPIES if (found := bandwidth(find(rows, name))) is not None]
-        return over(bandwidth(row), max(copies, default=None))
+        return float(row.more["moved_bytes"]) / min(min(job.seconds) for job in row.timed.values())
 
     return [
         Column("ms", lambda row: [job.step_seconds * 1e3 for job in row.timed.values()], ".1f"),
-        Column("bytes", lambda row: moved_bytes(row) / numel, ".1f"),
+        Column("bytes", lambda row: row.more["moved_bytes"] / numel, ".1f"),
         Column("GB/s", lambda row: (bandwidth(row) or 0.0) / 1e9, ".1f", "GB/s of the fastest step (more is better)"),
-        Column("of copy", share, ".0%"),
+        Column("of copy", lambda row: over(bandwidth(row), bandwidth(find(rows, COPY))), ".0%"),
         Column("x DeepSpeed", lambda row: row.ratios(find(rows, "deepspeed"))),
     ]
 

@@ -3,7 +3,7 @@
 Every contender sees the same batches from the same initial values, in bfloat16. The loss of training is the mean of
 the last tenth of the steps, the others of text that nobody trained on, with the last weights and with averaged ones.
 Shown are means over the seeds, and of the differences from the first contender with the same seed, with their standard
-error. --messages compares messages between four ranks, which stand for a host each but in "two levels".
+error. --messages compares messages between four ranks, which stand for a host each.
 
 Example:
 
@@ -13,62 +13,57 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from _harness import JobError, Parser, count, environment_of, job_of, run_ranks, write_json
+from _harness import Column, Contender, JobParser, Result, Row, by_name, compare, count, run_job
 
 import lowtide
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 KINDS = ("training", "validation", "averaged")
 DECAY = 0.995  # of averages over some 200 steps: the loss of what those steps have in common, with less chance in it
-NARROW = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
+NARROW: dict[str, Any] = {"data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "bf16"}
 
 
-def _bytes(masters: bool | str, states: str, more: dict[str, Any] | None = None) -> dict[str, Any]:
+def _bytes(name: str, masters: bool | str, states: str = "bf16", **more: Any) -> Contender:
     """More of a config: its masters and the dtype of its optimizer's states."""
-    return {"bf16": {"enabled": True, "masters": masters}, "state_dtype": states, **(more or {})}
+    return Contender(name, name, "lowtide", {"bf16": {"enabled": True, "masters": masters}, "state": states, **more})
 
 
-def _bits(stage: int, ranks_of_host: int = 1, zero: dict[str, Any] | None = None, **bits: int) -> dict[str, Any]:
+def _bits(name: str, stage: int, **bits: int) -> Contender:
     """More of a config: the bits of its messages."""
-    communication = {"transport": "sockets", **bits, **({"ranks_of_host": ranks_of_host} if bits else {})}
-    return {"zero_optimization": {"stage": stage, **(zero or {})}, "communication": communication}
+    more = {"zero_optimization": {"stage": stage}, "communication": {"transport": "sockets", **bits}}
+    return Contender(name, name, "lowtide", more)
 
 
-BYTES: dict[str, dict[str, Any]] = {
-    "fp32 masters": _bytes(True, "fp32"),
-    "no masters": _bytes(False, "fp32"),
-    "no masters, bf16 states": _bytes(False, "bf16"),
-    "no masters, all bf16": _bytes(False, "bf16", NARROW),
-    "kahan": _bytes("kahan", "fp32"),
-    "kahan, all bf16": _bytes("kahan", "bf16", NARROW),
-    "split": _bytes("int8", "fp32"),
-    "split, states of 8 bits": _bytes("int8", "int8", NARROW),
-}
-HPZ = {"zero_hpz_partition_size": 2}
-MESSAGES: dict[str, dict[str, Any]] = {
-    "plain": _bits(2),
-    "gradients 4": _bits(2, gradient_bits=4),
-    "differences 4, gradients 4": _bits(2, gradient_bits=4, weight_bits=4),
-    "weights 8, gradients 4": _bits(3, gradient_bits=4, weight_bits=8),
-    "weights 4, gradients 4": _bits(3, gradient_bits=4, weight_bits=4),
-    "two levels, hpZ, differences 4, gradients 4": _bits(3, 2, HPZ, gradient_bits=4, weight_bits=4),
-}
+BYTES = by_name(
+    _bytes("fp32 masters", True, "fp32"),
+    _bytes("no masters, all bf16", False, **NARROW),
+    _bytes("kahan, all bf16", "kahan", **NARROW),
+    _bytes("split, states of 8 bits", "int8", "int8", **NARROW),
+)
+MESSAGES = by_name(
+    _bits("plain", 2),
+    _bits("differences 4, gradients 4", 2, gradient_bits=4, weight_bits=4, ranks_of_host=1),
+    _bits("weights 8, gradients 4", 3, gradient_bits=4, weight_bits=8, ranks_of_host=1),
+    _bits("weights 4, gradients 4", 3, gradient_bits=4, weight_bits=4, ranks_of_host=1),
+)
 
 
 def config_of(job: Mapping[str, Any]) -> dict[str, Any]:
-    more = dict((BYTES | MESSAGES)[job["contender"]])
+    more = dict(job["options"])
     warmup = max(job["steps"] // 20, 1)
-    params = {"lr": job["learning_rate"], "weight_decay": 0.1, "state_dtype": more.pop("state_dtype", "fp32")}
+    params = {"lr": job["learning_rate"], "weight_decay": 0.1, "state_dtype": more.pop("state", "fp32")}
     schedule = {"warmup_num_steps": warmup, "total_num_steps": job["steps"] + warmup, "min_ratio": 0.1}
     return {
         "train_micro_batch_size_per_gpu": job["batch_size"] // job["ranks"],
@@ -114,30 +109,38 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         with engine.ema_weights():
             held_out.append(held_out_loss())
     last = [loss.item() for loss in losses[-max(job["steps"] // 10, 1) :]]
-    return {
-        "contender": job["contender"],
-        "seed": job["seed"],
-        "bytes a parameter": most / shape.num_parameters,
-        **dict(zip(KINDS, [statistics.fmean(last), *held_out], strict=True)),
-    }
+    found = dict(zip(KINDS, [statistics.fmean(last), *held_out], strict=True))
+    return found | {"bytes a parameter": most / shape.num_parameters}
 
 
-def losses_shown(rows: Sequence[Mapping[str, Any]], first: Sequence[Mapping[str, Any]]) -> str:
+def run(options: argparse.Namespace, row: Row, _: str | None) -> Result:
+    """Run one job, whose round is a seed."""
+    found, _warmup = run_job("fewer_bytes:train", options, row, None, seed=options.seeds[len(row.timed)])
+    return Result([found[0]["validation"]], [], more=found[0])
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
     """Of each kind the mean, and of its differences from the first's the mean with its standard error."""
-    parts = []
+
+    def mean(kind: str, row: Row) -> float:
+        return statistics.fmean(job.more[kind] for job in row.timed.values())
+
+    def difference(kind: str, row: Row) -> str | None:
+        found = [100 * (own.more[kind] / first.more[kind] - 1) for own, first in row.beside(rows[0])]
+        error = f" ± {statistics.stdev(found) / math.sqrt(len(found)):.2f}" if len(found) > 1 else ""
+        return f"{statistics.fmean(found):+.2f}{error} %" if found else None
+
+    found = [Column("bytes", lambda row: row.more["bytes a parameter"])]
     for kind in KINDS:
-        differences = [100 * (row[kind] / other[kind] - 1) for row, other in zip(rows, first, strict=True)]
-        error = f" +- {statistics.stdev(differences) / math.sqrt(len(rows)):.2f}" if len(rows) > 1 else ""
-        mean = statistics.fmean(row[kind] for row in rows)
-        parts.append(f"{kind} {mean:.4f} ({statistics.fmean(differences):+.2f}{error} %)")
-    return "  ".join(parts)
+        found.append(Column(kind, partial(mean, kind), ".4f", f"loss, {kind}"))
+        found.append(Column(f"{kind},\nbeside the first", partial(difference, kind)))
+    return found
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = Parser(__doc__)
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = JobParser(__doc__, BYTES | MESSAGES)
     add = parser.add_argument
     add("--messages", action="store_true", help="compare bits of messages between ranks, not bytes of a parameter")
-    add("--contenders", nargs="+", choices=[*BYTES, *MESSAGES], help="(default: all)")
     add("--ranks", type=count(), help="(default: 4 with --messages, else 1)")
     add("--steps", type=count(), default=2000, help="(default: 2000)")
     add("--layers", type=count(), default=4, help="(default: 4)")
@@ -145,24 +148,19 @@ def main(argv: list[str] | None = None) -> None:
     add("--context", type=count(), default=128, help="bytes that the model sees (default: 128)")
     add("--batch-size", type=count(), default=16, help="pieces of text, of all ranks (default: 16)")
     add("--learning-rate", type=float, default=3e-3, help="at its highest point (default: 0.003)")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="(default: 0 1 2 3)")
+    add("--seeds", type=int, nargs="+", default=[0, 1, 2, 3], help="each is a round (default: 0 1 2 3)")
     add("--validation-batches", type=int, default=64, help="of a rank (default: 64)")
-    add("--timeout", type=float, default=7200.0, metavar="SECONDS", help="longest time of one training (default: 7200)")
-    options = parser.parse_args(argv)
-    options.ranks = options.ranks or (4 if options.messages else 1)
-    rows: list[dict[str, Any]] = []
-    num_seeds, environment = len(options.seeds), environment_of(1, None)
-    for name in options.contenders or (MESSAGES if options.messages else BYTES):
-        for seed in options.seeds:
-            job = job_of(options, worker="fewer_bytes:train", threads=1, contender=name, seed=seed)
-            try:
-                rows += run_ranks(job, options.ranks, sys.executable, environment, options.timeout)[:1]
-            except JobError as error:
-                raise SystemExit(f"fewer_bytes: {name}, seed {seed}: {error}") from error
-            write_json(options, rows)
-        losses = losses_shown(rows[-num_seeds:], rows[:num_seeds])
-        print(f"{name:44}  {rows[-1]['bytes a parameter']:5.2f} bytes  {losses}", flush=True)
+    parser.set_defaults(timeout=7200.0)
+    options = parser.parse_args(arguments)
+    options.ranks, options.rounds = options.ranks or (4 if options.messages else 1), len(options.seeds)
+    return parser.check(options, list(MESSAGES if options.messages else BYTES))
+
+
+def main() -> int:
+    options = parse_arguments()
+    title = f"Losses after {options.steps} steps"
+    return compare(options, title, partial(run, options), lambda rows: {title: columns(rows)})
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,7 +5,7 @@
   checks           every kernel against float64; the tests that are marked gpu
   training         one rank: stages, precisions, every offload, compiled blocks; losses beside the CPU's
   trace            one of eight simulated ranks: a profiler's trace, idle time, waits of the host
-  splits           two ranks on one device by gloo, and by NCCL if it lets them; one of eight simulated ranks that share
+  splits           two ranks on one device, by gloo and by NCCL if it lets them, that share layers, sequences, experts
 
 Each runs in a process of its own, for at most so many seconds; after one that fails or is cut off the next one runs.
 The folder gets results.json, log.txt with all that was said, and the traces. Run again with the same folder, a part

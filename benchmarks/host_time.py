@@ -30,7 +30,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from _contenders import BUILDERS, CONTENDERS, Setup
-from _harness import Parser, begin, count, make_table, over, shown, write_json
+from _harness import Parser, begin, columns_of, conclude, count, over, row_of
 from _model import Stack
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -102,53 +102,52 @@ def stubbed_kernels() -> Iterator[None]:
         yield
 
 
-def milliseconds(step: Step, num_steps: int) -> tuple[float, float]:
-    """Return the least wall and processor time of a step, of several in a row.
+def milliseconds(step: Step, num_steps: int) -> float:
+    """Return the least processor time of a step, of several in a row.
 
     One more is made before them: the collection of garbage and the turns of the others have emptied the processor's
     caches, as nothing does between the steps of a training.
     """
     step()
-    marks = [(time.perf_counter(), time.process_time())]
+    marks = [time.process_time()]
     for _ in range(num_steps):
         step()
-        marks.append((time.perf_counter(), time.process_time()))
-    taken = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(marks)]
-    return 1e3 * min(wall for wall, _ in taken), 1e3 * min(processor for _, processor in taken)
+        marks.append(time.process_time())
+    return 1e3 * min(after - before for before, after in pairwise(marks))
 
 
-def measure(steps: dict[str, list[Step]], num_rounds: int, num_steps: int) -> dict[str, list[list[float]]]:
-    """Return the least wall and processor time of each contender at both depths; contenders take turns."""
-    least = {name: [[float("inf")] * 2 for _ in pair] for name, pair in steps.items()}
+def measure(steps: dict[str, list[Step]], num_rounds: int, num_steps: int) -> dict[str, list[float]]:
+    """Return the least time of each contender's step at both depths; contenders take turns."""
+    least = {name: [float("inf")] * len(pair) for name, pair in steps.items()}
     names = list(steps)
     for index in range(num_rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
             gc.collect()
             gc.disable()
-            for depth, step in enumerate(steps[name]):
-                least[name][depth] = list(map(min, least[name][depth], milliseconds(step, num_steps)))
+            least[name] = [
+                min(before, milliseconds(step, num_steps))
+                for before, step in zip(least[name], steps[name], strict=True)
+            ]
             gc.enable()
     return least
 
 
-def summary(least: dict[str, list[list[float]]], depths: list[int]) -> dict[str, dict[str, float | None]]:
+def summary(least: dict[str, list[float]], depths: list[int]) -> dict[str, dict[str, float | None]]:
     """Return a row for each contender: what a block and a step cost, and its own part of both."""
-    found: dict[str, tuple[list[float], list[float]]] = {}
+    found: dict[str, tuple[float, float]] = {}
     for name, (few, many) in least.items():
-        block = [(large - small) / (depths[1] - depths[0]) for small, large in zip(few, many, strict=True)]
-        found[name] = block, [whole - depths[0] * one for whole, one in zip(few, block, strict=True)]
+        block = (many - few) / (depths[1] - depths[0])
+        found[name] = block, few - depths[0] * block
     base_block, base_step = found[BASELINE]
-    own = {name: block[1] - base_block[1] for name, (block, _) in found.items()}
+    peer = found["fsdp2"][0] - base_block if "fsdp2" in found else None
     return {
         name: {
-            "block, wall": block[0],
-            "block, processor": block[1],
-            "own block": own[name],
-            "step, wall": step[0],
-            "step, processor": step[1],
-            "own step": step[1] - base_step[1],
-            "own block / FSDP2's": over(own[name], own.get("fsdp2")),
+            "block": block,
+            "own block": block - base_block,
+            "step": step,
+            "own step": step - base_step,
+            "own block / FSDP2's": over(block - base_block, peer),
         }
         for name, (block, step) in found.items()
     }
@@ -159,13 +158,11 @@ def show_kernels(options: argparse.Namespace) -> None:
     import _host_kernels
 
     with stubbed_kernels():
-        rows = _host_kernels.measure(20 * options.rounds)
-    names = list(rows["rms_norm"])
-    lines = [
-        [name, *(shown(row[key], ".0f" if "calls" in key else ".2f") for key in names)] for name, row in rows.items()
-    ]
-    begin().print(make_table("Host time of a launch, microseconds and calls in Python", ["kernel", *names], lines))
-    write_json(options, {"torch": torch.__version__, "rows": rows})
+        found = _host_kernels.measure(20 * options.rounds)
+    forms = {name: ".0f" if "calls" in name else ".2f" for name in found["rms_norm"]}
+    title = "Host time of a launch, microseconds and calls in Python"
+    rows = [row_of(name, values) for name, values in found.items()]
+    conclude(options, begin(), rows, {title: columns_of(forms, ["x forward", "x backward"])}, title)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -198,11 +195,11 @@ def main() -> None:
         steps = {name: [build_step(name, depth) for depth in depths] for name in chosen}
         for step in [step for pair in steps.values() for step in pair]:
             milliseconds(step, 2)
-        rows = summary(measure(steps, options.rounds, options.steps), depths)
-    lines = [[name, *(shown(one, ".2f") for one in row.values())] for name, row in rows.items()]
-    headings = ["contender", *rows[BASELINE]]
-    begin().print(make_table(f"Host time of steps, {options.ranks} ranks, milliseconds", headings, lines))
-    write_json(options, {"torch": torch.__version__, "depths": depths, "rows": rows})
+        found = summary(measure(steps, options.rounds, options.steps), depths)
+    rows = [row_of(name, values, kind=CONTENDERS[name].kind) for name, values in found.items()]
+    columns = columns_of(dict.fromkeys(found[BASELINE], ".2f"), ["own block", "own step"])
+    title = f"Host time of steps, {options.ranks} ranks, milliseconds"
+    conclude(options, begin(), rows, {title: columns}, title)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,14 @@ import argparse
 import importlib.util
 import os
 import statistics
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import _device
 import torch
-from _harness import Parser, count, make_table, settings_of, write_bars, write_json
-from _kernel_cases import CASES, Case, Draw, Form, Pass, Size, dtype_text, size_text
+from _harness import Column, Contender, Parser, Row, begin, conclude, count
+from _kernel_cases import CASES, Case, Draw, Form, Pass, dtype_text, size_text
 from _kernel_measure import Checker, Clock, Measured, Problem, time_pass
 from rich.console import Console
 
@@ -35,37 +35,39 @@ DTYPES = {dtype_text(dtype): dtype for dtype in (torch.float32, torch.bfloat16, 
 
 
 @dataclass
-class Row:
+class PassRow(Row):
     """One pass of one case, size and dtype."""
 
-    case: Case
-    size: Size
-    dtype: torch.dtype
-    which: Pass
-    moved_bytes: int
-    measured: dict[str, Measured]
+    which: Pass = "forward"
+    moved_bytes: int = 0
+    is_memory_bound: bool = True
+    measured: dict[str, Measured] = field(default_factory=dict)
 
     @property
-    def label(self) -> str:
-        return f"{self.case.name} {size_text(self.size)} {dtype_text(self.dtype)} {self.which}"
+    def has_jobs(self) -> bool:
+        return bool(self.ours.milliseconds)
 
     @property
     def ours(self) -> Measured:
         return self.measured[OURS]
 
-    def bandwidth(self, name: str = OURS) -> float:
-        """Return the bytes a second that a contender moves at the median."""
-        return self.moved_bytes / self.measured[name].median * 1e3
+    @property
+    def bandwidth(self) -> float:
+        """Return the bytes a second that our kernel moves at the median."""
+        return self.moved_bytes / self.ours.median * 1e3
 
     @property
     def fastest_peer(self) -> str | None:
         timed = [name for name, found in self.measured.items() if name != OURS and found.milliseconds]
         return min(timed, key=lambda name: self.measured[name].median, default=None)
 
-    def ratio(self, peer: str) -> float:
-        """Return our time over the peer's: the median of the rounds."""
-        pairs = zip(self.ours.milliseconds, self.measured[peer].milliseconds, strict=True)
-        return statistics.median(a / b for a, b in pairs)
+    @property
+    def ratios_to_best(self) -> list[float]:
+        """Return our time over the fastest peer's, round by round."""
+        if self.fastest_peer is None:
+            return []
+        pairs = zip(self.ours.milliseconds, self.measured[self.fastest_peer].milliseconds, strict=True)
+        return [own / theirs for own, theirs in pairs]
 
 
 @dataclass
@@ -91,57 +93,35 @@ class Check:
 class Findings:
     """Everything of one run."""
 
-    rows: list[Row]
+    rows: list[PassRow]
     checks: list[Check]
     copy_bandwidth: float = 0.0  # bytes a second
 
     @property
-    def problems(self) -> list[str]:
-        """A line for each wrong kernel of ours, and for each pass that it did not finish."""
-        wrong = [check.text for check in self.checks if not check.is_right]
-        return wrong + [f"failed: {row.label}: {row.ours.failure}" for row in self.rows if row.ours.failure]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return every raw number; inf is Infinity in JSON."""
-        rows = []
-        for row in self.rows:
-            what = {"case": row.case.name, "size": row.size, "dtype": dtype_text(row.dtype), "pass": row.which}
-            contenders = {name: asdict(found) for name, found in row.measured.items()}
-            rows.append(what | {"moved_bytes": row.moved_bytes, "contenders": contenders})
-        checks = [asdict(check) for check in self.checks]
-        return {"copy_bytes_per_second": self.copy_bandwidth, "rows": rows, "checks": checks}
+    def wrong(self) -> list[str]:
+        """A line for each wrong kernel of ours."""
+        return [check.text for check in self.checks if not check.is_right]
 
 
-def cells_of(row: Row, copy_bandwidth: float) -> dict[str, str]:
-    """Return the cells of a row by their columns."""
-    ours, best = row.ours, row.fastest_peer
-    cells = {"kernel": row.case.name, "size": size_text(row.size), "dtype": dtype_text(row.dtype), "pass": row.which}
-    if not ours.milliseconds:
-        return cells | {"ms": "FAILED"}
-    cells |= {
-        "ms": f"{ours.median:.4f}",
-        "GB/s": f"{row.bandwidth() / 1e9:.0f}",
-        "of copy": f"{row.bandwidth() / copy_bandwidth:.0%}" if row.case.is_memory_bound else "-",
-        "host us": f"{statistics.median(ours.host_microseconds):.0f}",
-    }
-    for name, found in row.measured.items():
-        if name != OURS:
-            cells[f"{name} ms"] = f"{found.median:.4f}" if found.milliseconds else "failed"
-    return cells | {"x best": f"{row.ratio(best):.2f} {best}" if best else "-"}
+def columns(rows: Sequence[PassRow], copy_bandwidth: float) -> list[Column]:
+    """Medians; "x best" compares with the fastest peer, round by round."""
 
+    def of_copy(row: PassRow) -> float | None:
+        return row.bandwidth / copy_bandwidth if row.is_memory_bound else None
 
-def write_chart(findings: Findings, title: str, path: Path) -> None:
-    """Write a PNG: for the largest size of each memory-bound case, our and the fastest peer's share of a copy."""
-    labels, is_ours, shares = [], [], []
-    for row in findings.rows:
-        if row.size != row.case.sizes[-1] or not row.case.is_memory_bound or not row.ours.milliseconds:
-            continue
-        for name in [OURS, *([row.fastest_peer] if row.fastest_peer else [])]:
-            labels.append(f"{row.label}, {name}")
-            is_ours.append(name == OURS)
-            shares.append([row.bandwidth(name) / findings.copy_bandwidth])
-    panel = ("bytes that must move, over copy bandwidth; dotted: the aim", shares, AIMED_SHARE)
-    write_bars(path, title, labels, is_ours, [panel])
+    def milliseconds(name: str, row: PassRow) -> float | None:
+        found = row.measured.get(name)
+        return found.median if found and found.milliseconds else None
+
+    names = dict.fromkeys(name for row in rows for name in row.measured)
+    return [
+        *(Column(f"{name} ms", partial(milliseconds, name), ".4f") for name in names),
+        Column("GB/s", lambda row: row.bandwidth / 1e9, ".0f"),
+        Column("of copy", of_copy, ".0%", "bytes that must move, over copy bandwidth; dotted: the aim", AIMED_SHARE),
+        Column("host us", lambda row: statistics.median(row.ours.host_microseconds), ".0f"),
+        Column("best", lambda row: row.fastest_peer),
+        Column("x best", lambda row: row.ratios_to_best, panel="our time / the fastest peer's", line=1.0),
+    ]
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -173,8 +153,11 @@ def time_problem(findings: Findings, problem: Problem, forms: dict[str, Form], c
     """Add a row for each pass of a problem."""
     case = problem.case
     for which in case.passes:
-        measured = time_pass(problem, which, forms, clock, rounds)
-        findings.rows.append(Row(case, problem.size, problem.dtype, which, problem.moved[which], measured))
+        name = f"{case.name} {size_text(problem.size)} {dtype_text(problem.dtype)} {which}"
+        row = PassRow(Contender(name, name, OURS), None, which=which, moved_bytes=problem.moved[which])
+        row.measured, row.is_memory_bound = time_pass(problem, which, forms, clock, rounds), case.is_memory_bound
+        row.failure = row.ours.failure
+        findings.rows.append(row)
 
 
 def run_all(options: argparse.Namespace, console: Console) -> Findings:
@@ -218,21 +201,17 @@ def main(arguments: list[str] | None = None) -> None:
                 "--check-only compares them with float64 in Triton's interpreter"
             )
         os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, which none is yet
-    console = Console(width=max(Console().width, 170))  # as wide in a pipe as the table
+    console = begin(170)
     findings = run_all(options, console)
     title = f"{_device.name()}, " + ", ".join(f"{key} {value}" for key, value in _device.versions().items())
-    if findings.rows:
-        rows = [cells_of(row, findings.copy_bandwidth) for row in findings.rows]
-        headings = list(dict.fromkeys(name for cells in rows for name in cells))
-        console.print(make_table(title, headings, [[cells.get(name, "-") for name in headings] for cells in rows]))
-    write_json(options, {"settings": settings_of(options, title), **findings.as_dict()})
-    if options.png:
-        write_chart(findings, title, options.png)
-    for line in findings.problems:
+    settings = {"copy_bytes_per_second": findings.copy_bandwidth, "checks": list(map(asdict, findings.checks))}
+    tables = {title: columns(findings.rows, findings.copy_bandwidth)} if findings.rows else {}
+    status = conclude(options, console, findings.rows, tables, title, settings=settings)
+    for line in findings.wrong:
         console.print(line, style="red", highlight=False, markup=False)
-    num_right = sum(check.is_right for check in findings.checks)
-    console.print(f"{num_right} comparisons with float64 are right, {len(findings.checks) - num_right} are not")
-    if findings.problems:
+    num_right = len(findings.checks) - len(findings.wrong)
+    console.print(f"{num_right} comparisons with float64 are right, {len(findings.wrong)} are not")
+    if findings.wrong or status:
         raise SystemExit(1)
 
 

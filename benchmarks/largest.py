@@ -8,9 +8,9 @@ On a GPU the budget is what torch may take of it, and the peak is what torch has
 stands in for a GPU's: a rank may hold so much more than it held when torch and the contender's library were imported,
 and is stopped when it exceeds that. Memory that ranks share counts once, divided; GPUs share none.
 
-tokens/s are measured in jobs of their own, which nothing stops at the budget: at each contender's largest model and at
-the largest one of the first peer. With --sequence the length of the sequence grows instead, of the model `LONG_SHAPE`,
-which has the proportions of Llama 3 8B.
+tokens/s are measured at each contender's largest model, in jobs of their own, which nothing stops at the budget;
+compare.py measures speeds at one size. With --sequence the length of the sequence grows instead, of the model
+`LONG_SHAPE`, which has the proportions of Llama 3 8B.
 
 Example:
 
@@ -129,14 +129,9 @@ def check_losses(losses: Sequence[float]) -> None:
 
 @dataclass
 class LargestRow(Row):
-    """All jobs of one contender. tries: layers, or tokens of a sequence, to peak bytes, None if over the budget.
-
-    own: timed at its largest; common: at the peer's largest.
-    """
+    """All jobs of one contender. tries: layers, or tokens of a sequence, to peak bytes, None if over the budget."""
 
     tries: dict[int, int | None] = field(default_factory=dict)
-    own: Result | None = None
-    common: Result | None = None
 
     @property
     def has_jobs(self) -> bool:
@@ -209,9 +204,9 @@ class Search:
             return over(row.largest, self.peer.largest) if self.peer else None
         return self.shape(row.largest).num_parameters / self.shape(self.peer.largest).num_parameters
 
-    def tokens_per_second(self, job: Result | None) -> float | None:
-        """Return the tokens of all ranks in a second of the median step."""
-        return self.tokens_per_step / job.step_seconds if job else None
+    def tokens_per_second(self, row: LargestRow) -> float | None:
+        """Return the tokens of all ranks in a second of the median step at the row's largest model."""
+        return self.tokens_per_step / row.step_seconds if row.step_seconds else None
 
     def run(self) -> None:
         """Search for every contender, then measure times; a contender that failed is left out from there on."""
@@ -224,13 +219,7 @@ class Search:
             return
         for row in self.rows:
             if row.largest and not row.failure:
-                row.own = self._timed(row, row.largest)
-        layers = self.peer.largest if self.peer else 0
-        for row in self.rows:
-            if layers and not row.failure and row.largest == layers:
-                row.common = row.own
-            elif layers and not row.failure and row.largest > layers:
-                row.common = self._timed(row, layers)
+                self._time(row)
 
     def _fits(self, row: LargestRow, number: int) -> bool:
         """Try a model. Raises JobError, with the layers in its text, where the job fails in another way."""
@@ -250,15 +239,15 @@ class Search:
         self._say(row, f"{name}, {self.shape(amount).num_parameters / 1e6:.1f} M parameters: {found}")
         return peak is not None
 
-    def _timed(self, row: LargestRow, num_layers: int) -> Result | None:
+    def _time(self, row: LargestRow) -> None:
+        warmup = 1 if self.options.device == "cpu" else WARMUP
         try:
-            job = self._run(row, num_layers, 1 if self.options.device == "cpu" else WARMUP, TIMED_STEPS, None)
+            row.timed[0] = self._run(row, row.largest, warmup, TIMED_STEPS, None)
         except JobError as error:
-            self._fail(row, f"timed at {num_layers} layers: {error}")
-            return None
-        speed = f"{self.tokens_per_second(job):,.0f} tokens/s"
-        self._say(row, f"{num_layers} layers: {job.step_seconds:.3f} s/step, {speed}")
-        return job
+            self._fail(row, f"timed at {row.largest} layers: {error}")
+            return
+        speed = f"{self.tokens_per_second(row):,.0f} tokens/s"
+        self._say(row, f"{row.largest} layers: {row.step_seconds:.3f} s/step, {speed}")
 
     def _run(self, row: LargestRow, amount: int, warmup: int, steps: int, allocator: str | None) -> Result:
         """Run one job; on a CPU it measures memory with an `allocator`, and else time. No file is left behind.
@@ -299,7 +288,6 @@ def columns(search: Search) -> list[Column]:
         return search.shape(row.largest).num_parameters / 1e6 if row.largest else None
 
     more = f"x {peer.contender.label if peer else 'peer'}"
-    common = f"tokens/s,\nat {peer.largest} layers" if peer else "tokens/s,\nat one size"
     panel = "millions of parameters of the largest model that trains (more is better)"
     found = [
         Column("tokens of\na rank" if is_sequence else "layers", amount),
@@ -308,8 +296,7 @@ def columns(search: Search) -> list[Column]:
         Column("peak MiB\nof a rank", lambda row: mib(row.tries.get(row.largest)), ".0f"),
     ]
     if not is_sequence:
-        found.append(Column("tokens/s,\nits largest", lambda row: search.tokens_per_second(row.own), ",.0f"))
-        found.append(Column(common, lambda row: search.tokens_per_second(row.common), ",.0f"))
+        found.append(Column("tokens/s,\nits largest", search.tokens_per_second, ",.0f"))
     return found
 
 

@@ -5,11 +5,10 @@ A round does each of these once, so that they meet the same disk:
   fio write, fio read   O_DIRECT, libaio, blocks of the same size, as many at once as the store has threads, 4 at least
   save, load            a FileStore, in pieces of --unit
   work                  passes over a buffer in memory that take about as long as load and save; with --idle a sleep
-  beside                fio, half reads and half writes, and the work, both at the same time
   window                load, work and save of every piece by a `Window`
 
-The ideal time of the window is the longer one of load + save and work, as each was alone, and as both were beside each
-other, when they have slowed each other down already. Ratios are by round; shown is their median.
+The ideal time of the window is the longer one of load + save and work, as each was alone. Ratios are by round; shown is
+their median.
 
 Example:
 
@@ -22,7 +21,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -31,18 +29,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from _harness import MIB, Parser, begin, count, make_table, settings_of, write_json
-from rich.table import Table
+from _harness import MIB, Column, Parser, Row, begin, conclude, count, find, row_of
 from torch import Tensor
 
 from lowtide.offload import AioOptions, FileStore, HostPool, Offloadable, OffloadError, Transfer, Window
 
 _NUM_BUFFERS = 3
-_BESIDE_SECONDS = 3
 _AIO = AioOptions()
-
-Seconds = dict[str, list[float]]
-"""Seconds of each thing by round."""
 
 
 class Disk:
@@ -70,37 +63,15 @@ class Disk:
 
     def run_fio(self, kind: str) -> float:
         """Return the seconds that fio needs to write or read its whole file."""
-        return float(self.nbytes / self._bytes_per_second(self._start_fio(kind))[kind])
-
-    def run_beside(self) -> tuple[float, float]:
-        """Return the seconds of fio for its whole file, and of the work for all pieces, side by side."""
-        self.work(self.buffers[0])
-        process = self._start_fio("rw", f"--runtime={_BESIDE_SECONDS}", "--time_based")
-        begin, num_pieces = time.perf_counter(), 0
-        while process.poll() is None:
-            self.work(self.buffers[num_pieces % _NUM_BUFFERS])
-            num_pieces += 1
-        work = (time.perf_counter() - begin) / num_pieces * len(self.keys)
-        found = self._bytes_per_second(process)
-        return 2 * self.nbytes / (found["read"] + found["write"]), work
-
-    def _start_fio(self, kind: str, *more: str) -> subprocess.Popen[str]:
         assert self.fio is not None
         command = [self.fio, "--name=disk", f"--filename={self.scratch}", f"--rw={kind}", f"--size={self.nbytes}"]
         command += [f"--bs={_AIO.block_size}", "--direct=1", "--ioengine=libaio"]
-        command += [f"--iodepth={max(_AIO.thread_count, 4)}", "--output-format=json", *more]
+        command += [f"--iodepth={max(_AIO.thread_count, 4)}", "--output-format=json"]
         # Huge pages, as a HostPool has them: with small ones fio, too, reaches half of it, and is no yardstick.
         environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
-
-    @staticmethod
-    def _bytes_per_second(process: subprocess.Popen[str]) -> dict[str, float]:
-        """Return the speed of reads and of writes, when fio has ended."""
-        output, _ = process.communicate()
-        if process.returncode:
-            raise subprocess.CalledProcessError(process.returncode, process.args, output)
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True).stdout
         (job,) = json.loads(output[output.index("{") :])["jobs"]
-        return {kind: float(job[kind]["bw_bytes"]) for kind in ("read", "write")}
+        return float(self.nbytes / job[kind]["bw_bytes"])
 
     def run_transfers(self, start: Callable[[str, Tensor], Transfer]) -> float:
         """Return the seconds to save or to load every piece, as many at a time as there are buffers."""
@@ -161,8 +132,6 @@ class Disk:
         found["load"] = self.run_transfers(self.store.load)
         self.choose_work(found["load"] + found["save"])
         found["work"] = self.run_work()
-        if self.fio:
-            found["fio beside"], found["work beside"] = self.run_beside()
         found["window"] = self.run_window()
         return found
 
@@ -183,31 +152,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
-def shares(seconds: Seconds) -> list[tuple[str, str, list[float]]]:
-    """Return the name of a thing, what it is measured against, and its share of that speed by round."""
+def columns(rows: Sequence[Row], nbytes: int) -> list[Column]:
+    """Speeds, and shares of the same round: of fio's speed, and of the ideal overlap."""
 
-    def rounds(*names: str) -> list[tuple[float, ...]]:
-        return list(zip(*(seconds[name] for name in names), strict=True))
+    def seconds(name: str) -> list[float]:
+        row = find(rows, name)
+        return [job.more["seconds"] for job in row.timed.values()] if row else []
 
-    ideal = [max(load + save, work) / own for load, save, work, own in rounds("load", "save", "work", "window")]
-    found = [("window", "the ideal overlap", ideal)]
-    if "fio write" in seconds:
-        found.append(("save", "fio write", [fio / own for fio, own in rounds("fio write", "save")]))
-        found.append(("load", "fio read", [fio / own for fio, own in rounds("fio read", "load")]))
-        beside = [max(fio, work) / own for fio, work, own in rounds("fio beside", "work beside", "window")]
-        found.append(("window", "fio and work beside", beside))
-    return found
+    def of_fio(row: Row) -> list[float]:
+        peer = {"save": "fio write", "load": "fio read"}.get(row.contender.name, "")
+        return [fio / own for fio, own in zip(seconds(peer), seconds(row.contender.name), strict=False)]
 
+    def of_ideal(row: Row) -> list[float]:
+        if row.contender.name != "window":
+            return []
+        rounds = zip(*map(seconds, ("load", "save", "work", "window")), strict=True)
+        return [max(load + save, work) / own for load, save, work, own in rounds]
 
-def tables(seconds: Seconds, nbytes: int, title: str) -> list[Table]:
-    def both(values: Sequence[float], form: str) -> list[str]:
-        return [f"{statistics.median(values):{form}}", f"{max(values):{form}}"]
-
-    speeds = [[name, *both([nbytes / 1e9 / one for one in found], ".2f")] for name, found in seconds.items()]
-    against = [[name, other, *both(values, ".0%")] for name, other, values in shares(seconds)]
     return [
-        make_table(title, ["", "GB/s, median", "best"], speeds),
-        make_table("", ["", "against", "share, median", "best"], against, num_texts=2),
+        Column("GB/s", lambda row: [nbytes / 1e9 / one for one in seconds(row.contender.name)]),
+        Column("of fio", of_fio, ".0%", "of fio's speed", 1.0),
+        Column("of the ideal overlap", of_ideal, ".0%", "of the ideal overlap", 1.0),
     ]
 
 
@@ -218,19 +183,17 @@ def main() -> int:
     fio = shutil.which("fio")
     if fio is None:
         console.print("fio is not installed (Debian: apt install fio): nothing to compare saves and loads with.")
-    seconds: Seconds = {}
     try:
         disk = Disk(options, fio)
     except OffloadError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         return 2
+    rounds = []
     try:
         disk.warm_up()
         for number in range(options.rounds):
-            found = disk.measure()
-            for name, one in found.items():
-                seconds.setdefault(name, []).append(one)
-            said = ", ".join(f"{name} {one:.2f} s" for name, one in found.items())
+            rounds.append(disk.measure())
+            said = ", ".join(f"{name} {one:.2f} s" for name, one in rounds[-1].items())
             console.print(f"round {number + 1}/{options.rounds}: {said}", highlight=False)
     finally:
         disk.close()
@@ -238,11 +201,8 @@ def main() -> int:
         f"{disk.nbytes / 1e9:.2f} GB in pieces of {options.unit} MiB, blocks of {_AIO.block_size // MIB} MiB, "
         f"{_AIO.thread_count} threads, {'O_DIRECT' if disk.store.is_direct else 'page cache'}"
     )
-    for table in tables(seconds, disk.nbytes, title):
-        console.print(table)
-    found_all = {"nbytes": disk.nbytes, "direct": disk.store.is_direct, "seconds": seconds}
-    write_json(options, {"settings": settings_of(options, title), **found_all})
-    return 0
+    rows = [row_of(name, *({"seconds": one[name]} for one in rounds)) for name in rounds[0]]
+    return conclude(options, console, rows, {title: columns(rows, disk.nbytes)}, title)
 
 
 if __name__ == "__main__":

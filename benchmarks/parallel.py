@@ -28,11 +28,11 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from _contenders import ADAMW, Setup, Trainer, build_lowtide, build_single, deepspeed_config, wait_for_all
-from _harness import LOSSES, MIB, Column, Contender, JobParser, Row, by_name, compare, count, find, mib, over, run_steps
-from _worker import PeakSampler, timed_steps
+from _contenders import ADAMW, RANKS, Setup, Trainer, build_lowtide, build_single, deepspeed_config, wait_for_all
+from _harness import MIB, Column, Contender, JobParser, Row, by_name, compare, count, find, run_steps, step_columns
+from _worker import PeakSampler, sent_bytes, timed_steps
 from gpu import python_path
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 
@@ -53,7 +53,6 @@ SIZES = {"4 x 512": _llama(4, 512, 1408, 8, 8192, 256), "tiny": _llama(1, 32, 32
 SETUP = Setup(microbatch=2, inputs=("input_ids", "labels"), blocks="model.layers")
 ROWS = SETUP.microbatch  # sequences of a step
 _NEW_NETWORK = 0x40000000
-_NETWORK = Path("/proc/self/net/dev")  # of the network that this process is in
 
 
 def _split(name: str, label: str, peer: str, split: str, **more: bool) -> list[Contender]:
@@ -63,7 +62,7 @@ def _split(name: str, label: str, peer: str, split: str, **more: bool) -> list[C
             f"lowtide-{name}{suffix}",
             f"lowtide {label}{words}",
             "lowtide",
-            {"zero": {}, "more": {"parallel": {split: "RANKS", **more}, "communication": {"transport": transport}}},
+            {"zero": {}, "more": {"parallel": {split: RANKS, **more}, "communication": {"transport": transport}}},
             peer=peer,
         )
         for transport, suffix, words in (("auto", "", ""), ("sockets", "-sockets", ", sockets"))
@@ -85,17 +84,7 @@ CONTENDERS = by_name(
 # -- how each splits a Llama: a builder a kind -----------------------------------------------------------------------
 
 
-def _single(model: nn.Module, size: dict[str, Any]) -> Trainer:
-    return build_single(model, SETUP)
-
-
-def _lowtide(model: nn.Module, size: dict[str, Any], zero: dict[str, Any], more: dict[str, Any]) -> Trainer:
-    ranks = int(os.environ["WORLD_SIZE"])
-    parallel = {name: ranks if value == "RANKS" else value for name, value in more["parallel"].items()}
-    return build_lowtide(model, SETUP, zero=zero, more={**more, "parallel": parallel})
-
-
-def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
+def _dtensor(model: Any, setup: Setup, sequence: bool) -> Trainer:
     """torch's own tensor parallelism; sequence: norms on parts of the tokens. The loss over parts of the logits."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -108,7 +97,7 @@ def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
         parallelize_module,
     )
 
-    dist.init_process_group("gloo")
+    setup.join()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     part = Shard(1) if sequence else Replicate()
     columns = ColwiseParallel()
@@ -119,7 +108,7 @@ def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
     }
     if sequence:
         plan["model.norm"] = SequenceParallel()
-    for number in range(size["num_hidden_layers"]):
+    for number in range(model.config.num_hidden_layers):
         layer = f"model.layers.{number}"
         plan |= {f"{layer}.self_attn.{name}_proj": columns for name in "qkv"} | {f"{layer}.self_attn.o_proj": rows}
         plan |= {f"{layer}.mlp.gate_proj": columns, f"{layer}.mlp.up_proj": columns, f"{layer}.mlp.down_proj": rows}
@@ -134,7 +123,7 @@ def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
     others = [param for param in model.parameters() if not isinstance(param, DTensor)]
     optimizers = [torch.optim.AdamW(some, fused=True, **ADAMW) for some in (split, others) if some]
 
-    positions = torch.arange(size["max_position_embeddings"])[None]
+    positions = torch.arange(model.config.max_position_embeddings)[None]
 
     def step(tokens: Tensor, _: Tensor) -> float:
         with loss_parallel():
@@ -150,38 +139,38 @@ def _dtensor(model: nn.Module, size: dict[str, Any], sequence: bool) -> Trainer:
     return Trainer(step, dist.barrier)
 
 
-def _autotp(model: nn.Module, size: dict[str, Any]) -> Trainer:
+def _autotp(model: Any, setup: Setup) -> Trainer:
     """DeepSpeed's training with AutoTP."""
     deepspeed = importlib.import_module("deepspeed")
-    dist.init_process_group("gloo")
+    setup.join()
     ranks = dist.get_world_size()
     model = deepspeed.tp_model_init(model, tp_size=ranks, dtype=torch.float32)
     engine, *_ = deepspeed.initialize(model=model, config=_deepspeed_config(tensor_parallel={"autotp_size": ranks}))
-    return Trainer(lambda *batch: _deepspeed_step(engine, lambda: SETUP.loss_of(engine, *batch)), dist.barrier)
+    return Trainer(lambda *batch: _deepspeed_step(engine, lambda: setup.loss_of(engine, *batch)), dist.barrier)
 
 
-def _ulysses(model: nn.Module, size: dict[str, Any]) -> Trainer:
+def _ulysses(model: Any, setup: Setup) -> Trainer:
     """DeepSpeed's sequence parallelism for models of Hugging Face (ALST, arXiv 2506.13996)."""
     deepspeed = importlib.import_module("deepspeed")
     ulysses = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank, sequence = dist.get_world_size(), dist.get_rank(), model.config.max_position_embeddings
     mpu = ulysses.UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation="sdpa",
         sequence_parallel_size=ranks,
         micro_batch_size=ROWS,
-        seq_length=size["max_position_embeddings"],
+        seq_length=sequence,
         seq_length_is_variable=False,
     )
     config = _deepspeed_config(sequence_parallel_size=ranks)
     engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
-    length = size["max_position_embeddings"] // ranks
+    length = sequence // ranks
 
     def step(tokens: Tensor, _: Tensor) -> float:
         shifted = functional.pad(tokens[:, 1:], (0, 1), value=-100)
         mine = slice(rank * length, (rank + 1) * length)
-        labels, positions = shifted[:, mine], torch.arange(size["max_position_embeddings"])[None, mine].expand(ROWS, -1)
+        labels, positions = shifted[:, mine], torch.arange(sequence)[None, mine].expand(ROWS, -1)
         whole = (shifted != -100).sum()
 
         def loss() -> Tensor:
@@ -209,11 +198,11 @@ def _deepspeed_step(engine: Any, loss_of: Callable[[], Tensor]) -> float:
 
 
 BUILDERS: dict[str, Callable[..., Trainer]] = {
-    "single": _single,
+    "single": build_single,
     "dtensor": _dtensor,
     "autotp": _autotp,
     "ulysses": _ulysses,
-    "lowtide": _lowtide,
+    "lowtide": build_lowtide,
 }
 
 
@@ -236,13 +225,12 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     numbers = torch.Generator().manual_seed(1)
     shape = (job["warmup"] + job["steps"], ROWS, size["max_position_embeddings"])
     batches = torch.randint(size["vocab_size"], shape, generator=numbers)
-    trainer = BUILDERS[job["kind"]](build_model(size), size, **job["options"])
+    trainer = BUILDERS[job["kind"]](build_model(size), SETUP, **job["options"])
     counters: list[int] = []
 
     def count_sent() -> None:
         wait_for_all()
-        (line,) = (line for line in _NETWORK.read_text().splitlines() if line.strip().startswith("lo:"))
-        counters.append(int(line.split()[9]))  # bytes that went over the loopback device
+        counters.append(sent_bytes("lo"))
 
     found = timed_steps(trainer.step, [(tokens, tokens) for tokens in batches], memory, count_sent, count_sent)
     trainer.close()
@@ -269,27 +257,14 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
-    """Times as medians with (lowest-highest) over the rounds; "its peer": the contender with the same split."""
-
-    def peer_of(row: Row) -> Row | None:
-        return find(rows, row.contender.peer)
-
-    def peak_ratio(row: Row) -> float | None:
-        peer = peer_of(row)
-        return over(row.peak_bytes, peer.peak_bytes if peer else None)
+    """ "its peer" is the contender with the same split."""
 
     def sent(row: Row) -> float | None:
         found = [job.more["sent"] for job in row.timed.values()]
         return statistics.median(found) / MIB if found and counts_bytes else None
 
-    return [
-        Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
-        Column("x its peer", lambda row: row.ratios(peer_of(row))),
-        Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
-        Column("peak x its peer", peak_ratio),
-        Column("sent MiB/step", sent, ".1f", "sent by all ranks in a step, MiB"),
-        LOSSES,
-    ]
+    of_sent = Column("sent MiB/step", sent, ".1f", "sent by all ranks in a step, MiB")
+    return [*step_columns(rows, "its peer", lambda row: find(rows, row.contender.peer)), of_sent]
 
 
 def first_of(rows: Sequence[Row], _: Row | None = None) -> Row | None:

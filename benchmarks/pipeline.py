@@ -33,7 +33,6 @@ import torch
 import torch.distributed as dist
 from _contenders import ADAMW, deepspeed_config, lowtide_config
 from _harness import (
-    LOSSES,
     Column,
     Contender,
     JobParser,
@@ -44,9 +43,8 @@ from _harness import (
     count,
     find,
     gathered,
-    mib,
-    over,
     run_job,
+    step_columns,
 )
 from _model import SEED, VOCABULARY, GPTSize, Model, build_batches, build_model, loss_of
 from _worker import PeakSampler, timed_steps
@@ -346,19 +344,8 @@ def reference_of(rows: Sequence[Row], row: Row) -> Row:
 
 
 def work_columns(rows: Sequence[Row], _: argparse.Namespace) -> list[Column]:
-    """Medians, and (lowest-highest) over the rounds; "x torch" compares with torch's same schedule."""
-
-    def peak_ratio(row: Row) -> float | None:
-        peer = peer_of(rows, row)
-        return over(row.peak_bytes, peer.peak_bytes if peer else None)
-
-    return [
-        Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
-        Column("x torch", lambda row: row.ratios(peer_of(rows, row)), panel="step time / torch's same", line=1.0),
-        Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
-        Column("peak x torch", peak_ratio),
-        LOSSES,
-    ]
+    """ "torch" is torch's same schedule."""
+    return step_columns(rows, "torch", partial(peer_of, rows))
 
 
 def sleep_columns(rows: Sequence[Row], options: argparse.Namespace) -> list[Column]:

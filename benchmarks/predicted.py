@@ -26,7 +26,20 @@ from typing import Any
 
 import torch
 from _contenders import lowtide_config
-from _harness import JobError, Parser, begin, count, environment_of, make_table, run_ranks, write_bars, write_json
+from _harness import (
+    Column,
+    JobError,
+    Parser,
+    Row,
+    begin,
+    columns_of,
+    conclude,
+    count,
+    environment_of,
+    row_of,
+    run_ranks,
+    shown,
+)
 from _model import GPTSize, build_batches, build_model
 
 import lowtide
@@ -92,22 +105,6 @@ def train(job: dict[str, Any]) -> list[float]:
     return least
 
 
-@dataclass(frozen=True)
-class Row:
-    """A case: seconds of a step."""
-
-    group: str
-    name: str
-    ranks: int
-    predicted: float
-    measured: float
-    parts: dict[str, float]  # of the prediction
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.measured
-
-
 def cases(ranks: int, folder: Path | None) -> list[Case]:
     """Return the grid; a group has ten configs or more."""
     return [
@@ -165,15 +162,15 @@ def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
     return total / (len(pairs) * (len(pairs) - 1) / 2)
 
 
-def conclusions(rows: Sequence[Row]) -> dict[str, Any]:
-    """The median of how far predictions are off, by group and of all, and tau by group."""
-    groups = dict.fromkeys(row.group for row in rows)
-    by_group = {}
-    for group in groups:
-        own = [row for row in rows if row.group == group]
-        tau = kendall_tau([(row.predicted, row.measured) for row in own]) if len(own) > 1 else None
-        by_group[group] = {"median_error": statistics.median(abs(row.ratio - 1) for row in own), "tau": tau}
-    return {"median_error": statistics.median(abs(row.ratio - 1) for row in rows), "groups": by_group}
+def tau_of(rows: Sequence[Row]) -> float | None:
+    """Return tau of the planned and the measured order, None of one row."""
+    pairs = [(row.more["predicted"], row.more["measured"]) for row in rows]
+    return kendall_tau(pairs) if len(pairs) > 1 else None
+
+
+def median_error(rows: Sequence[Row]) -> float:
+    """Return the median of how far predictions are off."""
+    return float(statistics.median(abs(row.more["ratio"] - 1) for row in rows))
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -188,14 +185,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-def main() -> None:
+def main() -> int:
     """Measures, plans, prints the table, writes what was asked for."""
     options, console = parse_arguments(), begin(170)
     try:
         machine = Measured.read(options.machine)
     except ValueError as error:
         raise SystemExit(f"predicted: {error}") from error
-    rows = []
+    groups: dict[str, list[Row]] = {}
     for ranks in options.ranks:
         some = cases(ranks, options.folder)
         try:
@@ -204,23 +201,20 @@ def main() -> None:
             raise SystemExit(f"predicted: {ranks} ranks: {error}") from error
         for case, found in zip(some, seconds, strict=True):
             said = estimate_of(case, machine)
-            rows.append(Row(case.group, case.name, ranks, said.step_seconds, found, dict(said.seconds)))
-    lines = []
-    for row in rows:
-        parts = " ".join(f"{name} {1e3 * seconds:.1f}" for name, seconds in row.parts.items() if seconds > 5e-5)
-        times = (f"{1e3 * row.predicted:.1f}", f"{1e3 * row.measured:.1f}", f"{row.ratio:.2f}")
-        lines.append([row.group, row.name, *times, parts])
-    headings = ["group", "config", "predicted", "measured", "ratio", "prediction's parts"]
-    console.print(make_table("a step, ms", headings, lines, num_texts=2))
-    for group, one in conclusions(rows)["groups"].items():
-        tau = "" if one["tau"] is None else f", tau {one['tau']:.2f}"
-        console.print(f"{group}: median error {100 * one['median_error']:.1f} %{tau}")
-    write_json(options, {"rows": [asdict(row) for row in rows], **conclusions(rows)})
-    if options.png:
-        panel = ("predicted over measured seconds of a step", [[row.ratio] for row in rows], 1.0)
-        labels = [f"{row.group}: {row.name}" for row in rows]
-        write_bars(options.png, "Predicted beside measured", labels, [True] * len(rows), [panel])
+            parts = {name: 1e3 * part for name, part in said.seconds.items() if part > 5e-5}
+            times = {"predicted": 1e3 * said.step_seconds, "measured": 1e3 * found, "parts": parts}
+            row = row_of(f"{case.group}: {case.name}", times | {"ratio": said.step_seconds / found})
+            groups.setdefault(case.group, []).append(row)
+    columns = columns_of({"predicted": ".1f", "measured": ".1f", "ratio": ".2f"}, ["ratio"])
+    columns.append(
+        Column("prediction's parts", lambda row: " ".join(f"{name} {ms:.1f}" for name, ms in row.more["parts"].items()))
+    )
+    for group, rows in groups.items():
+        console.print(f"{group}: median error {100 * median_error(rows):.1f} %, tau {shown(tau_of(rows), '.2f')}")
+    every = [row for rows in groups.values() for row in rows]
+    console.print(f"median error of all: {100 * median_error(every):.1f} %")
+    return conclude(options, console, every, {"a step, ms": columns}, "Predicted beside measured")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

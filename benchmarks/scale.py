@@ -19,6 +19,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from _contenders import lowtide_config
-from _harness import Parser, begin, count, make_table, write_bars, write_json
+from _harness import Column, Parser, Row, begin, columns_of, conclude, count, row_of
 from _model import Stack
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,6 +36,7 @@ import lowtide
 
 BLOCK_NUMEL = 1024  # of a shard: see zero/layout.py
 MOST = 1.2  # times the work of the smallest world
+WORK = ("initialize_work", "step_work")
 
 
 @dataclass(frozen=True)
@@ -166,27 +168,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--zero", type=int, choices=range(4), default=3, help="the ZeRO stage")
     add("--blocks", type=count(), default=8, help="of the model")
     add("--rounds", type=count(), default=2)
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    costs, console = costs_by_world(sorted(given.ranks), given.zero, given.blocks, given.rounds), begin()
-    ratios = {
-        "initialize": [one.initialize_work / costs[0].initialize_work for one in costs],
-        "a step": [one.step_work / costs[0].step_work for one in costs],
-    }
-    lines = []
-    for place, one in enumerate(costs):
-        work = [f"{one.initialize_work:,}", f"{ratios['initialize'][place]:.3f}"]
-        work += [f"{one.step_work:,}", f"{ratios['a step'][place]:.3f}"]
-        lines.append([f"{one.ranks:,}", *work, str(one.collectives), f"{one.sent_bytes / 1e6:.1f}"])
-    headings = ["ranks", "initialize: work", "x", "step: work", "x", "collectives", "MB sent"]
-    console.print(make_table("", headings, lines))
-    write_json(given, {"ranks": list(map(asdict, costs))})
-    if given.png:
-        labels = [f"{one.ranks:,} ranks" for one in costs]
-        panels = [(f"work of {what}, x the first", [[one] for one in found], MOST) for what, found in ratios.items()]
-        write_bars(given.png, "Work of the host", labels, [True] * len(labels), panels)
-    return int(any(found[-1] > MOST for found in ratios.values()))
+    costs = costs_by_world(sorted(options.ranks), options.zero, options.blocks, options.rounds)
+    rows = [row_of(f"{one.ranks:,} ranks", asdict(one)) for one in costs]
+
+    def ratio(name: str, row: Row) -> float:
+        return float(row.more[name] / rows[0].more[name])
+
+    columns = columns_of({"initialize_work": ",d", "step_work": ",d", "collectives": "d", "sent_bytes": ",d"})
+    for name in WORK:
+        heading = f"{name}, x the first"
+        columns.append(Column(heading, partial(ratio, name), ".3f", heading, MOST))
+    title = f"Work of a rank's host at stage {options.zero}"
+    conclude(options, begin(), rows, {title: columns}, title)
+    return int(any(ratio(name, rows[-1]) > MOST for name in WORK))
 
 
 if __name__ == "__main__":

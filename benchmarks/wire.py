@@ -1,9 +1,8 @@
 """Step time and bytes on a cable between two hosts, with messages of fewer and fewer bits, beside DDP and FSDP2.
 
 Hosts are network namespaces of this machine, two ranks on each, joined by a veth pair, the cable, which has the speed
-that is asked for (tc tbf). All contenders train in the same processes, a few steps of each in turn; rows are compared
-by the median of their ratios to `plain` in the same round. Bytes are what the kernel has counted on one end of the
-cable, headers included. Needs root.
+that is asked for (tc tbf). Rows are compared by the median of their ratios to `plain` in the same round. Bytes are what
+the kernel has counted on one end of the cable, headers included. Needs root.
 
 Example:
 
@@ -12,6 +11,7 @@ Example:
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -21,28 +21,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from _contenders import BUILDERS, Setup, lowtide
-from _harness import (
-    Column,
-    Contender,
-    JobError,
-    Parser,
-    Result,
-    Row,
-    begin,
-    by_name,
-    conclude,
-    count,
-    environment_of,
-    find,
-    job_of,
-    run_ranks,
-)
+from _harness import Column, Contender, JobParser, Result, Row, by_name, compare, find, run_job
 from _model import SIZES, build_batches, build_model
+from _worker import sent_bytes
 
 SPEEDS = {"10 Gbit/s": 1e10, "1 Gbit/s": 1e9, "100 Mbit/s": 1e8}
 LEARNING_RATE = 1e-3
@@ -113,15 +98,6 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
-def sent_bytes() -> int:
-    """That the kernel has counted on this host's end of the cable, with the headers of packets."""
-    for line in Path("/proc/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == CABLE:
-            return int(counters.split()[8])
-    raise RuntimeError(f"this host has no {CABLE}")
-
-
 @contextlib.contextmanager
 def two_hosts() -> Iterator[list[list[str]]]:
     """Give what stands before a command that runs on each of two hosts, joined by a cable."""
@@ -150,104 +126,75 @@ def two_hosts() -> Iterator[list[list[str]]]:
 # -- a rank ----------------------------------------------------------------------------------------------------------
 
 
-def train(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """On a rank: a record of each contender in each round at each speed: seconds and bytes of a step."""
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    """On a rank: seconds and bytes of a step at each speed."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     batches = [(a[rank : rank + 1], b[rank : rank + 1]) for a, b in build_batches(SIZES[job["size"]], 8, ranks)]
-    setup, trainers = Setup(dtype="bf16"), {}
+    setup = Setup(dtype="bf16")
     setup.join()
-    for name in job["contenders"]:
-        contender = CONTENDERS[name]
-        model = build_model(SIZES[job["size"]])
-        trainers[name] = BUILDERS[contender.kind](model, setup, **contender.options)
-        for number in range(job["warmup"]):
-            trainers[name].step(*batches[number % len(batches)])
-    found = []
+    trainer = BUILDERS[job["kind"]](build_model(SIZES[job["size"]]), setup, **job["options"])
+    for number in range(job["warmup"]):
+        trainer.step(*batches[number % len(batches)])
+    found = {}
     for speed in job["speeds"]:
         if os.environ["LOCAL_RANK"] == "0":
-            set_speed(speed)
-        for number in range(job["rounds"]):
-            for name, trainer in trainers.items():
-                dist.barrier()
-                before, started = sent_bytes(), time.perf_counter()
-                for step in range(job["steps"]):
-                    loss = trainer.step(*batches[step % len(batches)])
-                dist.barrier()  # a packet that waits still counts as the step's
-                seconds, sent = time.perf_counter() - started, sent_bytes() - before
-                each = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"], "loss": float(loss)}
-                found.append({"contender": name, "speed": speed, "round": number, **each})
-    return found
+            set_speed(SPEEDS[speed])
+        dist.barrier()
+        before, started = sent_bytes(CABLE), time.perf_counter()
+        for step in range(job["steps"]):
+            loss = trainer.step(*batches[step % len(batches)])
+        dist.barrier()  # a packet that waits still counts as the step's
+        seconds, sent = time.perf_counter() - started, sent_bytes(CABLE) - before
+        found[speed] = {"seconds": seconds / job["steps"], "bytes": sent / job["steps"]}
+    return {"loss": float(loss), "speeds": found}
 
 
 # -- the command -----------------------------------------------------------------------------------------------------
 
 
-def run(job: dict[str, Any], timeout_seconds: float) -> list[dict[str, Any]]:
-    """Return the records of rank 0. Raises JobError where a rank fails or the time is over."""
+def run(options: argparse.Namespace, row: Row, _: str | None) -> Result:
+    """Run one job. Raises JobError where a rank fails or the time is over."""
     with two_hosts() as before:
 
         def place(rank: int) -> tuple[list[str], dict[str, str]]:
             local = {"LOCAL_RANK": str(rank % RANKS_OF_HOST), "LOCAL_WORLD_SIZE": str(RANKS_OF_HOST)}
-            return before[rank // RANKS_OF_HOST], {**local, "MASTER_ADDR": ADDRESSES[0]}
+            return before[rank // RANKS_OF_HOST], {**local, "MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": CABLE}
 
-        environment = environment_of(1, None) | {"GLOO_SOCKET_IFNAME": CABLE}
-        found = run_ranks(job, 2 * RANKS_OF_HOST, sys.executable, environment, timeout_seconds, place=place)
-    records: list[dict[str, Any]] = found[0]
-    return records
+        found, _warmup = run_job("wire:train", options, row, None, place=place)
+    return Result([found[0]["loss"]], [], more=found[0]["speeds"])
 
 
-def rows_of(records: Sequence[dict[str, Any]]) -> list[Row]:
-    """Return a row for each contender, with its turns at all speeds as rounds."""
-    rows = {record["contender"]: Row(CONTENDERS[record["contender"]]) for record in records}
-    for record in records:
-        timed = rows[record["contender"]].timed
-        timed[len(timed)] = Result([record["loss"]], [record["seconds"]], more=record)
-    return list(rows.values())
-
-
-def columns(rows: Sequence[Row], speeds: dict[str, float]) -> list[Column]:
+def columns(rows: Sequence[Row], speeds: Sequence[str]) -> list[Column]:
     """Rates are compared with plain's in the same round."""
 
     def megabytes(row: Row) -> float:
-        return float(statistics.median(job.more["bytes"] for job in row.timed.values())) / 1e6
+        return float(statistics.median(one["bytes"] for job in row.timed.values() for one in job.more.values())) / 1e6
 
-    def milliseconds(speed: float, row: Row) -> list[float]:
-        return [job.step_seconds * 1e3 for job in row.timed.values() if job.more["speed"] == speed]
+    def milliseconds(speed: str, row: Row) -> list[float]:
+        return [job.more[speed]["seconds"] * 1e3 for job in row.timed.values()]
 
-    def rates(speed: float, row: Row) -> list[float]:
-        plain = find(rows, "plain")
-        theirs = milliseconds(speed, plain) if plain else []
-        return [their / own for their, own in zip(theirs, milliseconds(speed, row), strict=False)]
+    def rates(speed: str, row: Row) -> list[float]:
+        pairs = row.beside(find(rows, "plain"))
+        return [plain.more[speed]["seconds"] / own.more[speed]["seconds"] for own, plain in pairs]
 
     found = [Column("MB sent by a\nhost in a step", megabytes, ".1f")]
-    for name, speed in speeds.items():
-        panel = f"{name}: steps a second / plain stage 3's (more is better)"
-        found.append(Column(f"{name}\nms a step", partial(milliseconds, speed), ".0f"))
-        found.append(Column("x plain's\nrate", partial(rates, speed), panel=panel, line=1.0))
+    for speed in speeds:
+        panel = f"{speed}: steps a second / plain stage 3's (more is better)"
+        found.append(Column(f"{speed}\nms a step", partial(milliseconds, speed), ".0f"))
+        found.append(Column(f"{speed}\nx plain's rate", partial(rates, speed), panel=panel, line=1.0))
     return found
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(__doc__)
-    add = parser.add_argument
-    add("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS))
-    add("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
-    add("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
-    add("--warmup", type=count(), default=SETTLED, help="steps before anything is measured (default: %(default)s)")
-    add("--steps", type=count(), default=2, help="of a contender in its turn (default: 2)")
-    add("--rounds", type=count(), default=3, help="turns at each speed (default: 3)")
-    add("--timeout", type=float, default=3600.0, help="seconds (default: 3600)")
-    options = parser.parse_args(argv)
+    parser = JobParser(__doc__, CONTENDERS, steps=(SETTLED, 2))
+    parser.add_argument("--speeds", nargs="+", choices=list(SPEEDS), default=list(SPEEDS))
+    parser.add_argument("--size", choices=["tiny", "10M"], default="10M", help="of the model (default: 10M)")
+    parser.set_defaults(ranks=2 * RANKS_OF_HOST)
+    options = parser.check(parser.parse_args(argv))
     if why := fault():
         raise SystemExit(f"wire: expected a machine on which two hosts can be made, found none: {why}")
-    speeds = {name: SPEEDS[name] for name in options.speeds}
-    told = {"contenders": options.contenders, "speeds": list(speeds.values()), "worker": "wire:train", "threads": 1}
-    try:
-        rows = rows_of(run(job_of(options) | told, options.timeout))
-    except JobError as error:
-        raise SystemExit(f"wire: {error}") from error
     title = f"GPT {options.size} in bf16, two hosts of {RANKS_OF_HOST} ranks"
-    return conclude(options, begin(), rows, {title: columns(rows, speeds)}, title)
+    return compare(options, title, partial(run, options), lambda rows: {title: columns(rows, options.speeds)})
 
 
 if __name__ == "__main__":

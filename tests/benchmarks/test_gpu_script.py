@@ -22,7 +22,7 @@ TABLES = {
     "checks": ["devices", "kernels against float64", "tests marked gpu"],
     "training": ["one rank beside the CPU"],
     "trace": ["steps"],
-    "splits": ["two ranks on one device", "one of 8 ranks that share"],
+    "splits": ["two ranks on one device"],
 }
 # Of trainings, traces and language models those that differ in the code of their part: what an engine of each config
 # does on the device is shown in tests/pretend.
@@ -82,7 +82,7 @@ def test_every_training_has_a_config_that_loads(helper: Helper) -> None:
 def test_nccl_that_refuses_two_ranks_on_a_device_is_tried_once(
     helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    part, jobs = helper("_gpu_splits"), []
+    part, jobs = helper("_gpu_parts"), []
     monkeypatch.setattr(part, "warm_start", lambda *modules: None)
 
     def refuse(job: dict[str, Any], *_: Any, **__: Any) -> None:

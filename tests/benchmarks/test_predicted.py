@@ -19,9 +19,9 @@ def test_tau_counts_pairs_in_the_same_order(helper: Helper) -> None:
 
 def test_the_median_is_of_how_far_predictions_are_off(helper: Helper) -> None:
     predicted = helper("predicted")
-    rows = [predicted.Row("a", str(ms), 1, said, ms, {}) for said, ms in ((1.1, 1.0), (1.8, 2.0), (3.0, 4.0))]
-    found = predicted.conclusions(rows)
-    assert found["median_error"] == pytest.approx(0.1) and found["groups"]["a"]["tau"] == 1.0
+    row_of, pairs = helper("_harness").row_of, ((1.1, 1.0), (1.8, 2.0), (3.0, 4.0))
+    rows = [row_of(str(ms), {"predicted": said, "measured": ms, "ratio": said / ms}) for said, ms in pairs]
+    assert predicted.median_error(rows) == pytest.approx(0.1) and predicted.tau_of(rows) == 1.0
 
 
 def test_each_group_has_ten_configs_to_rank(helper: Helper) -> None:

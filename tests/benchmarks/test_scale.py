@@ -26,7 +26,7 @@ def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Pat
     record = tmp_path / "scale.json"
     arguments = ["--ranks", "8", str(ranks), "--rounds", "1", "--blocks", str(blocks)]
     assert in_a_new_process(status_of, [*arguments, "--json", str(record)]) == 0
-    small, large = json.loads(record.read_text())["ranks"]
+    small, large = (one["timed"]["0"]["more"] for one in json.loads(record.read_text())["contenders"])
     assert large["initialize_work"] < 1.2 * small["initialize_work"]
     assert large["step_work"] == pytest.approx(small["step_work"], rel=0.01)
     assert large["order"] == small["order"] and large["collectives"] == small["collectives"] > 0

@@ -18,12 +18,11 @@ SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if not path.stem.star
 RUNS = {
     "checkpoint": "--size tiny --contenders fsdp2 lowtide-3 --rounds 1 --repeats 1 --folder OUT"
     " --json OUT/j --png OUT/p.png",
-    "compare": "--size tiny --contenders ddp lowtide-3-layered --rounds 1 --steps 1 --memory exact --memory-steps 2"
-    " --accumulation 2 --drive-mb-per-second 900 --offload-folder OUT --json OUT/j --png OUT/p.png",
-    "cpu_optimizer": "--numel 70000 --rounds 1 --steps 1 --contenders kernel-int8 copy-streamed"
-    " --json OUT/j --png OUT/p.png",
+    "compare": "--size tiny --contenders ddp lowtide-3-nvme --rounds 1 --steps 1 --memory exact --memory-steps 2"
+    " --accumulation 2 --offload-folder OUT --json OUT/j --png OUT/p.png",
+    "cpu_optimizer": "--numel 70000 --rounds 1 --steps 1 --contenders kernel-int8 copy --json OUT/j --png OUT/p.png",
     "fewer_bytes": "--steps 2 --layers 1 --width 32 --context 16 --seeds 0 --validation-batches 1"
-    " --contenders kahan split --json OUT/j",
+    " --contenders kahan* split* --json OUT/j --png OUT/p.png",
     "host_time": "--rounds 1 --steps 1 --depths 1 2 --contenders lowtide-3 fsdp2 --json OUT/j",
     "host_time of kernels": "--kernels --rounds 1 --json OUT/j",
     "largest": "--device cpu --size tiny --budget-mib 200 --max-layers 2 --contenders ddp"

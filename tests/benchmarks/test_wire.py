@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -38,14 +37,13 @@ def test_every_contender_has_a_config_that_loads(helper: Helper) -> None:
 
 
 def test_rates_are_compared_round_by_round(helper: Helper) -> None:
-    wire = helper("wire")
-    records: list[dict[str, Any]] = [
-        {"contender": name, "speed": 1e9, "round": number, "seconds": seconds, "bytes": 2e6, "loss": 1.0}
-        for number, slow in enumerate((1.0, 10.0, 3.0))  # of the machine
-        for name, seconds in (("plain", 4 * slow), ("hpz", 2 * slow))
-    ]
-    rows = wire.rows_of(records)
-    _, milliseconds, rate = wire.columns(rows, {"1 Gbit/s": 1e9})
+    harness, wire = helper("_harness"), helper("wire")
+    rows = [harness.Row(wire.CONTENDERS[name]) for name in ("plain", "hpz")]
+    for number, slow in enumerate((1.0, 10.0, 3.0)):  # of the machine
+        for row, seconds in zip(rows, (4 * slow, 2 * slow), strict=True):
+            speeds = {"1 Gbit/s": {"seconds": seconds, "bytes": 2e6}}
+            row.timed[number] = harness.Result([1.0], [], more=speeds)
+    _, milliseconds, rate = wire.columns(rows, ["1 Gbit/s"])
     assert rate.value(rows[0]) == 3 * [1.0] and rate.value(rows[1]) == 3 * [2.0]
     assert milliseconds.cell(rows[1]) == "6000 [dim](2000-20000)[/dim]"
 

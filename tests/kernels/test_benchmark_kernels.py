@@ -66,8 +66,9 @@ def test_without_a_gpu_all_are_compared_with_float64(
     file = tmp_path / "kernels.json"
     script.main(["--check-only", "--dtypes", "bfloat16", "--json", str(file)])
     found = json.loads(file.read_text())
-    assert len(found["checks"]) == len(script.CASES)
-    assert all(check["errors"] and max(check["errors"].values()) <= 1.0 for check in found["checks"])
+    checks = found["settings"]["checks"]
+    assert len(checks) == len(script.CASES)
+    assert all(check["errors"] and max(check["errors"].values()) <= 1.0 for check in checks)
     assert f"{len(script.CASES)} comparisons with float64 are right, 0 are not" in capsys.readouterr().out
 
 
@@ -167,14 +168,15 @@ def test_passes_are_timed_and_judged(script: ModuleType, generator: torch.Genera
     assert forward.ours.milliseconds == [7.0, 10.0, 11.0, 14.0]
     assert forward.measured["torch"].milliseconds == [8.0, 9.0, 12.0, 13.0]
     assert forward.fastest_peer == "torch" and forward.measured["liger"].failure == "ZeroDivisionError: no such peer"
-    assert forward.ratio("torch") == pytest.approx((11 / 12 + 14 / 13) / 2)
+    assert forward.ratios_to_best == pytest.approx([7 / 8, 10 / 9, 11 / 12, 14 / 13])
     assert forward.moved_bytes == 4 * (2 * 5 * 123 + 123 + 5)
-    assert forward.bandwidth() == pytest.approx(forward.moved_bytes / 10.5e-3)
+    assert forward.bandwidth == pytest.approx(forward.moved_bytes / 10.5e-3)
     assert both.moved_bytes == 3 * 4 * 7 * 300 + 2 * 8 * 7
     assert loss.fastest_peer is None
-    cells = script.cells_of(forward, 1e9)
-    assert cells["of copy"] == f"{forward.bandwidth() / 1e9:.0%}" and cells["x best"] == "1.00 torch"
-    assert cells["liger ms"] == "failed" and script.cells_of(loss, 1e9)["x best"] == "-"
+    columns = {column.heading: column for column in script.columns(findings.rows, 1e9)}
+    assert columns["of copy"].cell(forward) == f"{forward.bandwidth / 1e9:.0%}"
+    assert columns["best"].cell(forward) == "torch" and columns["x best"].cell(forward).startswith("1.00 ")
+    assert columns["liger ms"].cell(forward) == "-" and columns["x best"].cell(loss) == "-"
 
 
 def test_what_cannot_be_run_is_said(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

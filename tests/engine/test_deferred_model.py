@@ -444,11 +444,12 @@ def losses_and_values(
 def test_a_callable_trains_as_the_module_does(stage: int, build: Callable[[], nn.Module]) -> None:
     """A callable that cannot be recorded has the values of rank 0 on all ranks."""
     (losses, deferred), (expected, plain) = (losses_and_values(stage, way, build) for way in (True, False))
-    own = [deferred.pop("own", torch.ones(1)).tolist(), plain.pop("own", None)]
+    own = deferred.pop("own", torch.ones(1)).tolist()
+    plain.pop("own", None)  # which a module has drawn once more
     assert losses == expected and list(deferred) == list(plain) and differences(deferred, plain) == []
     everywhere: list[Any] = [None, None]
-    dist.all_gather_object(everywhere, own[0])
-    assert everywhere[0] == everywhere[1]
+    dist.all_gather_object(everywhere, own)
+    assert everywhere == [own, own]
 
 
 def built_in_turn() -> tuple[float, float, int]:

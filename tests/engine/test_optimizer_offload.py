@@ -12,7 +12,7 @@ import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests.kit import models
 from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
-from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Case, assert_alike, differences, refusal, start, take_step, train_all
 
 BF16 = {"bf16": {"enabled": True}}
@@ -118,15 +118,13 @@ def live_elements(case: Case) -> tuple[int, int, list[float]]:
         return total, max(seen), losses
 
 
-def test_a_model_several_times_its_budget_trains(ranks: RankPool, tmp_path: Path) -> None:
-    case = placed(
-        Case(tiny_gpt, token_batch, stage=3),
-        units=["blocks.?", "embedding", "head"],
-        offload_param=in_files(tmp_path),
-    )
-    total, highest, losses = ranks(2, live_elements, placed(case, stage3_max_live_parameters=0))[0]
+@on_ranks(2)
+def test_a_model_several_times_its_budget_trains(tmp_path: Path) -> None:
+    units = ["blocks.?", "embedding", "head"]
+    case = placed(Case(tiny_gpt, token_batch, stage=3), units=units, offload_param=in_files(tmp_path))
+    total, highest, losses = live_elements(placed(case, stage3_max_live_parameters=0))
     assert highest * 3 < total, (highest, total)  # the unit in use, and the rest: the table of positions and a norm
-    assert losses == ranks(2, live_elements, case)[0][2]
+    assert losses == live_elements(case)[2]
 
 
 @on_ranks(2)

@@ -340,8 +340,10 @@ struct Call {
     const auto begin = stack->size() - count;
     for (size_t i = 0; i < count; ++i) {
       const auto& value = (*stack)[begin + i];
-      const auto* info = op.schema().arguments()[i].alias_info();
-      if (!info || !info->isWrite()) continue;
+      const auto& argument = op.schema().arguments()[i];
+      const auto* info = argument.alias_info();
+      const bool is_statistic = argument.name().rfind("running_", 0) == 0;  // batch norms change them, and do not say so
+      if (!is_statistic && (!info || !info->isWrite())) continue;
       if (value.isTensor()) writes(value.toTensor());
       if (value.isTensorList())
         for (const Tensor& one : value.toTensorList()) writes(one);

@@ -133,14 +133,15 @@ def test_a_graph_keeps_no_memory_of_others(pretend_ranks: RankPool) -> None:
 
 
 class Dropping(nn.Module):
-    """A block with dropout behind it."""
+    """A block with a batch norm and dropout behind it: a replay changes buffers, and draws numbers."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
+        self.norm = nn.BatchNorm1d(models.LENGTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(self.block(x), 0.2)
+        return nn.functional.dropout(self.norm(self.block(x)), 0.2)
 
 
 def dropping() -> nn.Module:

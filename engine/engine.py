@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..comm import BODY, Activity, Progress
 from ..model.compiled import refuse_to_be_traced
 from ..zero.sequence import StateError
+from .archive import weights
 from .archive.archive import Archive
 from .archive.frozen import FrozenValues
 from .archive.full_values import give_own_storages
@@ -518,12 +519,13 @@ class Engine(ModuleFacade):
         if any(forbids("export") for forbids in self._features.forbids_files):
             return
         with self._steps.apart(Activity.WEIGHTS, Access.READS):
+            named, values = self._archive.named, self._archive.values
             if adapters_only:
-                self._archive.export_adapters(folder, dtype, shard_bytes)
+                weights.export_adapters(named, folder, dtype, shard_bytes)
             elif merged:
-                self._archive.export_merged(folder, dtype, shard_bytes)
+                weights.export_merged(named, values, folder, dtype, shard_bytes)
             else:
-                self._archive.export(folder, dtype, shard_bytes)
+                weights.export(named, folder, dtype, shard_bytes)
 
     @exclusive
     def load_weights(self, path: str | os.PathLike[str], strict: bool = True) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...checkpoint.export import DEFAULT_SHARD_BYTES
 from ...comm import Mesh
 from ...zero.averages import Averages
 from ...zero.optimizer import ShardedOptimizer
@@ -50,34 +49,6 @@ class Archive:
     def state_dict(self) -> dict[str, Tensor]:
         """See `Engine.state_dict`."""
         return self.values.state_dict(self.named.whole.names)
-
-    def export(self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str) -> None:
-        """See `Engine.export`."""
-        weights.export(self.named, folder, dtype, shard_bytes)
-
-    def export_adapters(
-        self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
-    ) -> None:
-        """See `Engine.export`."""
-        if shard_bytes != DEFAULT_SHARD_BYTES:
-            raise ValueError(
-                f"engine.export(adapters_only=True): expected no shard_bytes, found {shard_bytes!r}, since PEFT reads "
-                "a single file; leave it out"
-            )
-        weights.export_adapters(self.named, folder, dtype)
-
-    def export_merged(
-        self, folder: str | os.PathLike[str], dtype: str | torch.dtype | None, shard_bytes: int | str
-    ) -> None:
-        """See `Engine.export`."""
-        # parallel.tensor needs no check: each rank merges its part: A or B is split like the weight.
-        split = [name for name in ("pipe", "expert") if self.named.mesh.axes[name].size > 1]
-        if split:
-            raise ValueError(
-                f"engine.export(merged=True): expected ranks with whole layers, found layers split by parallel."
-                f"{'pipeline' if split[0] == 'pipe' else split[0]}; export adapters_only, and merge in a single process"
-            )
-        weights.export_merged(self.named, self.values, folder, dtype, shard_bytes)
 
     def load_state_dict(self, given: Mapping[str, Any], strict: bool) -> None:
         """See `Engine.load_state_dict`."""

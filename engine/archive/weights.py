@@ -46,8 +46,18 @@ def export(
     _export(state.mesh.world, folder, plan, files, lambda target: _write(target, plan, state, parse_dtype(dtype)))
 
 
-def export_adapters(state: NamedState, folder: str | os.PathLike[str], dtype: str | torch.dtype | None = None) -> None:
+def export_adapters(
+    state: NamedState,
+    folder: str | os.PathLike[str],
+    dtype: str | torch.dtype | None = None,
+    shard_bytes: int | str = DEFAULT_SHARD_BYTES,
+) -> None:
     """Write the adapters alone, as `PeftModel.from_pretrained` reads them. See `export`, `Engine.export`."""
+    if shard_bytes != DEFAULT_SHARD_BYTES:
+        raise ValueError(
+            f"engine.export(adapters_only=True): expected no shard_bytes, found {shard_bytes!r}, since PEFT reads "
+            "a single file; leave it out"
+        )
     wanted = parse_dtype(dtype)
     tensors = exported_infos(_tensors_of(state), wanted, state.catalog.compute_dtypes)
     world = state.mesh.world
@@ -70,6 +80,13 @@ def export_merged(
 
     Each rank gathers a unit at a time, with the adapted layers that reach into other units, and merges private copies.
     """
+    # parallel.tensor needs no check: each rank merges its part: A or B is split like the weight.
+    split = [name for name in ("pipe", "expert") if state.mesh.axes[name].size > 1]
+    if split:
+        raise ValueError(
+            f"engine.export(merged=True): expected ranks with whole layers, found layers split by parallel."
+            f"{'pipeline' if split[0] == 'pipe' else split[0]}; export adapters_only, and merge in a single process"
+        )
     world = state.mesh.world
     with no_rank_alone(world, "engine.export()"):
         model = MergedModel(state)

@@ -10,7 +10,7 @@ A row of logits x with label y, over a vocabulary of n:
 
 Computed in float32 (float64 for float64 logits), the dtype of the loss, as torch does under autocast, but without a
 float32 copy of the logits. A row whose label is ignore_index is not read; its loss and gradient are 0. Saved for
-backward: the logits and a float32 per row.
+backward: the logits and a float32 per row (two in Triton's form of a reduced loss).
 
 [Note: labels out of range] On a CPU they raise ValueError. On a GPU an error would need a wait of the host in every
 step. Instead the row reads nothing out of bounds, and its loss and gradient are NaN.
@@ -19,6 +19,7 @@ step. Instead the row reads nothing out of bounds, and its loss and gradient are
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -26,7 +27,17 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .dispatch import Backend, as_rows, direct_apply, once_differentiable, uses_triton
+from .dispatch import (
+    MOST_PREPARED,
+    Backend,
+    Form,
+    as_rows,
+    direct_apply,
+    form_of,
+    form_uses_triton,
+    once_differentiable,
+    triton_form,
+)
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 
 _BLOCK_BYTES = 4 * 2**20  # logits that the eager reference casts to float32 at a time: bounds memory, fits a cache
@@ -78,18 +89,45 @@ def cross_entropy(
         itself: Any = cross_entropy  # an overloaded function does not fit the type that torch expects
         loss: Tensor = handle_torch_function(itself, (logits,), logits, labels, **given)
         return loss
-    terms = LossTerms.of("cross_entropy", options)
-    check_labels_fit("cross_entropy", "logits", logits, labels)
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
             "cross_entropy: overwrite_logits=True expected logits that an operation computed, found a leaf tensor "
             "that requires a gradient and would be overwritten; use overwrite_logits=False"
         )
-    on_triton = uses_triton(backend, "cross_entropy", logits, labels)
-    if not on_triton:
+    if is_compiling():
+        return _compiled(logits, labels, return_z_loss, overwrite_logits, backend, options)
+    terms, launches = _prepared(form_of(logits), form_of(labels), backend, tuple(options.items()))
+    if launches is None:
         check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
-    apply: Callable[..., Any] = _CrossEntropy.apply if is_compiling() else _apply  # the compiler traces torch's form
-    return apply(logits, labels, terms, overwrite_logits, on_triton, return_z_loss)  # type: ignore[no-any-return]
+    return _apply(logits, labels, terms, launches, overwrite_logits, return_z_loss)  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=MOST_PREPARED)
+def _prepared(
+    logits: Form, labels: Form, backend: Backend, options: tuple[tuple[str, Any], ...]
+) -> tuple[LossTerms, Any]:
+    """Check tensors and options, and prepare the launches of `triton/cross_entropy.py`; None for the reference."""
+    terms = LossTerms.of("cross_entropy", dict(options))  # type: ignore[arg-type]  # it raises for other names
+    check_labels_fit("cross_entropy", "logits", logits, labels)
+    if not form_uses_triton(backend, "cross_entropy", logits, labels) or not labels[0].numel():
+        return terms, None
+    return terms, triton_form("cross_entropy").CrossEntropy(logits, labels, terms)
+
+
+def _compiled(
+    logits: Tensor, labels: Tensor, return_z_loss: bool, overwrite_logits: bool, backend: Backend, options: LossOptions
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Compute `cross_entropy` in code that a compiler traces: it traces the reference, but no launch."""
+    terms = LossTerms.of("cross_entropy", options)
+    check_labels_fit("cross_entropy", "logits", form_of(logits), form_of(labels))
+    if form_uses_triton(backend, "cross_entropy", form_of(logits), form_of(labels)):
+        from .operators import untraced
+
+        given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
+        return untraced(cross_entropy, logits, labels, **given)  # type: ignore[no-any-return]
+    check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
+    apply: Callable[..., Any] = _CrossEntropy.apply  # the compiler traces torch's form
+    return apply(logits, labels, terms, None, overwrite_logits, return_z_loss)  # type: ignore[no-any-return]
 
 
 def losses_of_rows(
@@ -185,26 +223,30 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """launches: of `triton/cross_entropy.py`, or None for the reference."""
+
     @staticmethod
     def forward(
         ctx: Any,
         logits: Tensor,
         labels: Tensor,
         terms: LossTerms,
+        launches: Any,
         overwrite_logits: bool,
-        on_triton: bool,
         returns_z: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        rows, flat_labels = as_rows(logits), labels.reshape(-1).contiguous()
-        divisor = terms.divisor(flat_labels)
-        losses, lse = losses_of_rows(rows, rows.shape[1], flat_labels, terms, on_triton)
-        ctx.save_for_backward(rows, flat_labels, lse, divisor)
-        ctx.terms, ctx.overwrites, ctx.on_triton, ctx.spent = terms, overwrite_logits, on_triton, False
-        ctx.shape = logits.shape
-        loss = terms.reduced(losses, divisor, labels.shape)
+        labels = labels.contiguous()
+        if launches is not None:
+            loss, lse = launches.forward(logits, labels)
+        else:
+            losses, lse = losses_reference(as_rows(logits), labels.view(-1), terms)
+            loss = terms.reduced(losses, terms.divisor(labels), labels.shape)
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.terms, ctx.launches, ctx.overwrites, ctx.spent = terms, launches, overwrite_logits, False
         if not returns_z:
-            return loss
-        reduced_z = terms.reduced(terms.z_loss * lse.square(), divisor, labels.shape)
+            return loss  # type: ignore[no-any-return]
+        of_rows = terms.z_loss * lse[: labels.numel()].square()
+        reduced_z = terms.reduced(of_rows, terms.divisor(labels), labels.shape)
         ctx.mark_non_differentiable(reduced_z)
         ctx.set_materialize_grads(False)
         return loss, reduced_z
@@ -213,20 +255,22 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor | None, _dz: None = None) -> tuple[Tensor | None, ...]:
         if dloss is None:
-            return (None,) * 6
+            return None, None, None, None, None, None
         if ctx.spent:
             raise RuntimeError(
                 "cross_entropy: overwrite_logits=True allows a single backward, found a second; the first has written "
                 "the gradient over the logits: use overwrite_logits=False"
             )
-        rows, labels, lse, divisor = ctx.saved_tensors
+        logits, labels, lse = ctx.saved_tensors
         ctx.spent = ctx.overwrites
+        if ctx.launches is not None:
+            return ctx.launches.backward(dloss, logits, labels, lse, ctx.overwrites), None, None, None, None, None
+        rows, terms = as_rows(logits), ctx.terms
         # Rows of an expanded tensor share memory and cannot hold a gradient each.
         in_place = ctx.overwrites and (len(rows) <= 1 or rows.stride(0) >= rows.shape[1])
         dx = rows if in_place else torch.empty_like(rows, memory_format=torch.contiguous_format)
-        scale = ctx.terms.scale_of_rows(dloss, divisor)
-        gradient_of_rows(rows, rows.shape[1], labels, lse, scale, ctx.terms, ctx.on_triton, dx)
-        return dx.view(ctx.shape), None, None, None, None, None
+        gradient_reference(rows, labels.view(-1), lse, terms.scale_of_rows(dloss, terms.divisor(labels)), terms, dx)
+        return dx.view(logits.shape), None, None, None, None, None
 
 
 _apply = direct_apply(_CrossEntropy)

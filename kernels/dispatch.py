@@ -101,6 +101,11 @@ def _row_stride(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
     return dims[-1][1] if dims else shape[-1]
 
 
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()
+
+
 def together(tensor: Any) -> Any:
     """Return a tensor or None with adjacent rows and columns."""
     return tensor if tensor is None else tensor.contiguous()

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .cross_entropy import gradient_of_rows, losses_of_rows
-from .dispatch import Backend, as_rows, has_autocast, product_dtype, uses_triton
+from .dispatch import Backend, as_rows, form_of, has_autocast, product_dtype, uses_triton
 from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_fit
 
 _ROWS_MULTIPLE = 128  # height of a matrix product's tile
@@ -262,7 +262,7 @@ def linear_cross_entropy(
 
 
 def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, dtype: torch.dtype) -> None:
-    check_labels_fit("linear_cross_entropy", "hidden", hidden, labels)
+    check_labels_fit("linear_cross_entropy", "hidden", form_of(hidden), form_of(labels))
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1] or not weight.shape[0]:
         raise ValueError(
             f"linear_cross_entropy: expected weight of shape (vocabulary, {hidden.shape[-1]}), as the last dimension "

@@ -9,6 +9,8 @@ from typing import Literal, TypedDict, get_args
 import torch
 from torch import Tensor
 
+from .dispatch import Form
+
 Reduction = Literal["mean", "sum", "none"]
 """mean, sum: over the labels that are not ignored; none: a loss for each label."""
 
@@ -72,22 +74,23 @@ class LossTerms:
         return dloss / divisor if divisor is not None else dloss.reshape(-1) if dloss.dim() else dloss
 
 
-def check_labels_fit(kernel: str, name: str, x: Tensor, labels: Tensor) -> None:
+def check_labels_fit(kernel: str, name: str, x: Form, labels: Form) -> None:
     """Raise ValueError unless x is a floating-point (..., n), n > 0, and labels are (...), int32 or int64."""
-    if x.dim() == 0 or not x.is_floating_point() or x.shape[-1] == 0:
+    (shape, _, dtype, _), (labels_shape, _, labels_dtype, _) = x, labels
+    if not shape or not dtype.is_floating_point or shape[-1] == 0:
         raise ValueError(
             f"{kernel}: expected floating-point {name} of shape (..., n) with n of at least 1, found "
-            f"{tuple(x.shape)} {x.dtype}"
+            f"{tuple(shape)} {dtype}"
         )
-    if labels.dtype not in (torch.int64, torch.int32):
+    if labels_dtype not in (torch.int64, torch.int32):
         raise ValueError(
-            f"{kernel}: expected labels of dtype torch.int64 or torch.int32, found {labels.dtype}; convert them with "
+            f"{kernel}: expected labels of dtype torch.int64 or torch.int32, found {labels_dtype}; convert them with "
             ".long()"
         )
-    if labels.shape != x.shape[:-1]:
+    if labels_shape != shape[:-1]:
         raise ValueError(
-            f"{kernel}: expected labels of shape {tuple(x.shape[:-1])}, for {name} of shape {tuple(x.shape)}; found "
-            f"{tuple(labels.shape)}"
+            f"{kernel}: expected labels of shape {tuple(shape[:-1])}, for {name} of shape {tuple(shape)}; found "
+            f"{tuple(labels_shape)}"
         )
 
 

@@ -9,6 +9,7 @@ chooses its form when it runs, as the eager kernel does. With backend "reference
 An operator may return no alias of its inputs, so a tensor that a kernel does not need is an empty one.
 """
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -21,6 +22,15 @@ from .dispatch import form_of
 
 LOWTIDE = torch.ops.lowtide
 MaybeTensor = Optional[Tensor]  # noqa: UP045  # the form from which torch.library reads a schema
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def untraced(function: Callable[..., Any], *args: Any, **given: Any) -> Any:
+    """Return function(*args, **given). A compiler ends its graph before the call.
+
+    For kernels that are no operators, since they may write over their inputs.
+    """
+    return function(*args, **given)
 
 
 @custom_op("lowtide::rms_norm", mutates_args=())

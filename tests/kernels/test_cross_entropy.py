@@ -1,5 +1,6 @@
 """Cross-entropy, in Triton's interpreter and in its eager form, equals torch's in float64, forward and backward."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 
@@ -35,6 +36,14 @@ TERMS = [
     replace(PLAIN, soft_cap=2.0),
     ALL,
 ]
+
+
+@pytest.fixture(autouse=True)
+def no_launches_of_other_tests() -> Iterator[None]:
+    """Prepared launches keep the sizes of blocks that a test sets."""
+    eager_form._prepared.cache_clear()
+    yield
+    eager_form._prepared.cache_clear()
 
 
 def check(
@@ -79,6 +88,7 @@ def test_it_equals_torch(
 ) -> None:
     monkeypatch.setattr(triton_form, "MAX_FORWARD_BLOCK_SIZE", 64)
     monkeypatch.setattr(triton_form, "MAX_BACKWARD_BLOCK_SIZE", 32)
+    monkeypatch.setattr(triton_form, "REDUCE_BLOCK_SIZE", 4)
     monkeypatch.setattr(eager_form, "_BLOCK_BYTES", 4 * 3 * 123)
     for shape in ((2, 3, 123), (5, 64)):
         logits = (3 * torch.randn(shape, generator=generator)).to(dtype)
@@ -156,6 +166,16 @@ def test_strides_are_followed(backend: Backend, generator: torch.Generator) -> N
     cross_entropy(expanded.expand(4, -1), labels[:4, 0], overwrite_logits=True, backend=backend).backward()
     F.cross_entropy(again.expand(4, -1), labels[:4, 0]).backward()
     torch.testing.assert_close(expanded.grad, again.grad)
+
+
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_saved_logits_may_come_back_with_other_strides(overwrites: bool, generator: torch.Generator) -> None:
+    """As hooks return them that hold saved tensors elsewhere."""
+    wide, labels = torch.randn(6, 40, generator=generator), torch.arange(6)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.contiguous()):
+        check(wide[:, 3:30], labels, PLAIN, "triton", generator, overwrites)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x.t().contiguous().t() if x.dim() > 1 else x):
+        check(wide, labels, PLAIN, "triton", generator, overwrites)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

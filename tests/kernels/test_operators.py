@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from lowtide.kernels.dispatch import operators
+from lowtide.kernels.cross_entropy import cross_entropy
+from lowtide.kernels.dispatch import Backend, operators
 from lowtide.kernels.gated_mlp import geglu, swiglu, swiglu_packed
 from lowtide.kernels.rotary import rotary_embedding
 from lowtide.kernels.row_norm import add_rms_norm, rms_norm
@@ -73,6 +74,20 @@ def test_a_frozen_weight_gets_no_gradient_and_strides_are_those_of_the_fake() ->
     torch.library.opcheck(lowtide.gated_mlp, (x, x.detach().requires_grad_(), "silu", "auto"))
     _, dweight = lowtide.rms_norm_backward(x, None, x, w, torch.ones(3), False, 1e-5, 0.0, "auto")
     assert dweight.numel() == 0
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_a_compiled_loss_equals_the_eager_loss(backend: Backend) -> None:
+    """The compiler traces the reference but for its check of labels, and leaves launches as they are."""
+    logits, labels = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_(), torch.tensor([1, -100, 2])
+
+    def loss(logits: Tensor) -> Tensor:
+        return cross_entropy(logits.sin(), labels, z_loss=0.1, backend=backend)
+
+    with_a_new_compiler()
+    found, expected = torch.compile(loss, backend="aot_eager")(logits), loss(logits)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (found, expected)))
 
 
 def test_operators_keep_the_rules_of_torch() -> None:

@@ -2,6 +2,7 @@
 
 import torch
 
+from lowtide.kernels.dispatch import form_of
 from lowtide.kernels.loss_terms import LossTerms
 from lowtide.kernels.triton import cross_entropy
 
@@ -11,6 +12,14 @@ ALL = LossTerms(label_smoothing=0.1, z_loss=1e-4, soft_cap=30.0)
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mean(dtype: torch.dtype, terms: LossTerms) -> None:
+    """The loss, its reduction, and the gradient."""
+    logits, labels = meta(4096, 32000, dtype=dtype), meta(4096, dtype=torch.int64)
+    launches = cross_entropy.CrossEntropy(form_of(logits), form_of(labels), terms)
+    loss, stats = launches.forward(logits, labels)
+    launches.backward(loss, logits, labels, stats, overwrites=False)
 
 
 def losses(dtype: torch.dtype, terms: LossTerms, n_cols: int, padding: int = 0, has_gradient: bool = False) -> None:
@@ -26,6 +35,8 @@ def gradient(dtype: torch.dtype, terms: LossTerms, n_cols: int, padding: int = 0
 
 
 CASES = {
+    "mean": lambda dtype: mean(dtype, PLAIN),
+    "mean with all terms": lambda dtype: mean(dtype, ALL),
     "losses": lambda dtype: losses(dtype, PLAIN, 128256),
     "losses with all terms": lambda dtype: losses(dtype, ALL, 128256),
     "losses of few blocks": lambda dtype: losses(dtype, ALL, 32000, has_gradient=True),

@@ -250,9 +250,9 @@ def is_first(case: Case) -> bool:
 
 
 def is_watched(case: Case) -> bool:
-    """Of ranks on two axes the first and the last: between them they are at both places of each."""
+    """The first rank of a stage, and of more than two ranks the last: they are at both places of each axis."""
     rank, num_ranks = rank_and_world()
-    return is_first(case) or rank == num_ranks - 1
+    return is_first(case) or (num_ranks > 2 and rank == num_ranks - 1)
 
 
 def compare(cases: Mapping[str, Case]) -> list[str]:
@@ -291,8 +291,11 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self._engine = engine
         self._gradients = [gradient for unit in engine._runner.passes.units for gradient in unit.gradients]
+        self._params = [param for one in self._gradients for param in one.group.params]
         self._staging = staging_bytes(engine)
         self._alive: dict[int, tuple[Any, int, int]] = {}  # (reference, address, bytes)
+        self._made: dict[int, int] = {}  # address -> bytes of what is alive and counts
+        self._made_bytes = 0  # their sum
         self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -310,18 +313,28 @@ class LiveBytes(TorchDispatchMode):
         if id(storage) in self._alive:
             return False
         forget = partial(self._forget, id(storage))
-        nbytes = storage.nbytes() if counts else 0
-        self._alive[id(storage)] = (weakref.ref(storage, forget), storage.data_ptr(), nbytes)
+        nbytes, address = storage.nbytes() if counts else 0, storage.data_ptr()
+        self._alive[id(storage)] = (weakref.ref(storage, forget), address, nbytes)
+        self._add(address, nbytes)
         return True
 
     def _forget(self, key: int, _: object) -> None:
-        self._alive.pop(key, None)
+        if key in self._alive:
+            _, address, nbytes = self._alive.pop(key)
+            self._add(address, -nbytes)
+
+    def _add(self, address: int, nbytes: int) -> None:
+        if nbytes:
+            self._made[address] = self._made.get(address, 0) + nbytes
+            self._made_bytes += nbytes
+            if not self._made[address]:
+                del self._made[address]
 
     def _now(self) -> int:
         own = [tensor for one in self._gradients for tensor in (one.shard, one._local.flat)]
-        own += [param.grad for one in self._gradients for param in one.group.params]
+        own += [param.grad for param in self._params]
         addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
-        made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in addresses)
+        made = self._made_bytes - sum(self._made.get(address, 0) for address in addresses)
         copies = self._engine.optimizer.speculation.nbytes  # operations have made them
         buffers = self._engine.optimizer._placements.offloaded._pool.bytes_held  # of states that rest in files
         return made + self._engine.memory().total_bytes - copies + buffers + self._staging

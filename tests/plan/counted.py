@@ -250,9 +250,9 @@ def is_first(case: Case) -> bool:
 
 
 def is_watched(case: Case) -> bool:
-    """The first rank of a stage, and of more than two ranks the last: they are at both places of each axis."""
+    """Of ranks on two axes the first and the last: between them they are at both places of each."""
     rank, num_ranks = rank_and_world()
-    return is_first(case) or (num_ranks > 2 and rank == num_ranks - 1)
+    return is_first(case) or rank == num_ranks - 1
 
 
 def compare(cases: Mapping[str, Case]) -> list[str]:

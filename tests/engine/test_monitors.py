@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
@@ -179,8 +180,10 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Pat
     kind = RuntimeError if rank_and_world()[0] else ValueError
     writer: dict[str, Any] = {section: place(tmp_path / "file")}
     text = refusal(lowtide.initialize, models.mlp(), settings(**writer), kind=kind)
-    words = f"{section}.output_path: expected a folder that rank 0 can write into, found [Errno "
-    assert text.startswith(f"lowtide.initialize failed on rank 0: {words}" if rank_and_world()[0] else words)
+    texts = ["", ""]
+    dist.all_gather_object(texts, text)
+    assert texts[0].startswith(f"{section}.output_path: expected a folder that rank 0 can write into, found [Errno ")
+    assert texts[1] == f"lowtide.initialize failed on rank 0: {texts[0]}"
 
 
 def test_a_table_that_cannot_be_written_does_not_end_the_training(

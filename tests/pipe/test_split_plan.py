@@ -300,7 +300,11 @@ ORDER = (
 @pytest.mark.parametrize(
     ("model", "arguments", "text"),
     [
-        (models.Mlp(), (2, [1, 1]), "the numbers of blocks per stage must add up to the model's blocks"),
+        (
+            models.Mlp(),
+            (2, [1, 1]),
+            "the numbers of blocks per stage must add up to the model's blocks, found 1 + 1 = 2 != 3",
+        ),
         (
             models.Mlp(),
             (2, "params"),

@@ -135,7 +135,8 @@ def test_a_failure_in_the_background_is_raised_on_every_rank(tmp_path: Path) -> 
             assert engine.global_step == step + (where == "step")
             run_steps(engine, GPT, 2, 1)
     target = CheckpointFolder(tmp_path)
-    assert target.tags() == [f"before {where}" for where in calls] and target.unfinished() == []
+    assert target.tags() == [f"before {where}" for where in calls]
+    assert engine.rank == 1 or target.unfinished() == []  # rank 0 clears up, and rank 1 does not wait for that
 
 
 SCRIPT = """

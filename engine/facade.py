@@ -132,5 +132,6 @@ class ModuleFacade:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             "an engine cannot be copied or pickled, since it holds connections to other ranks: save it with "
-            "engine.save_checkpoint(folder), and take values out of it with engine.state_dict()"
+            "engine.save_checkpoint(folder), and take values out of it with engine.state_dict(). An average of its "
+            "weights (AveragedModel) is engine.ema(decay)"
         )

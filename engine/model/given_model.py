@@ -144,7 +144,8 @@ def refuse_copy(protocol: object) -> NoReturn:
     """Refuse copy.deepcopy, pickle and torch.save of a module of an open engine."""
     raise TypeError(
         "a module of an open engine cannot be copied or pickled, since the engine's hooks are on it: copy it before "
-        "lowtide.initialize; for its weights call engine.state_dict() or engine.export(folder) on all ranks"
+        "lowtide.initialize; for its weights call engine.state_dict() or engine.export(folder) on all ranks, for an "
+        "average of them (AveragedModel) engine.ema(decay)"
     )
 
 

@@ -100,6 +100,12 @@ class AccumulationState:
     @property
     def done(self) -> str:
         """Say how many microbatches are done, for error texts."""
+        if self._by_hand:
+            last = "the last of the step" if self.is_complete else "and none was the last of the step"
+            return (
+                f"{self.num_microbatches} microbatches done, {last} (engine.accumulate, no_sync and "
+                "require_backward_grad_sync say which is)"
+            )
         return f"{self.num_microbatches} of {self.accumulation} microbatches done (gradient_accumulation_steps)"
 
     @property

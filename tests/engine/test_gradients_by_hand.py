@@ -239,6 +239,11 @@ def test_clipping_and_setting_are_for_the_time_between_the_last_backward_and_the
             )
             backward(engine)
             engine.step()
+    with initialize() as engine:
+        with engine.no_sync():
+            backward(engine)
+            text = refusal(CALLS[what], engine, kind=StateError)
+        assert "found 1 microbatches done, and none was the last of the step (engine.accumulate, no_sync" in text
 
 
 def test_a_gradient_is_there_after_a_backward() -> None:

@@ -59,7 +59,7 @@ class Averages:
         self._take_over()
 
     def update(self, ahead: bool = False) -> None:
-        """Update the averages after a step. ahead: the new values are in `ShardState.ahead`."""
+        """Update the averages after a step. ahead: the new values are in `ShardState.versions.ahead`."""
         if self.num_updates:
             for average, master in self._pairs(ahead=ahead):
                 average.lerp_(master.to(average), 1 - self.decay)
@@ -118,6 +118,7 @@ class Averages:
 def _show(average: Tensor, master: Tensor) -> None:
     """Round the average, (n,) float32, into the bfloat16 master; the average keeps the old master and the lost bits."""
     bits = average.view(torch.int32)
+    # Ties round up, not to even: the carry is then bit 15 alone. The average keeps it, so `_hide` can subtract it.
     rounded = (bits >> 16) + (bits >> 15 & 1)
     kept = (master.view(torch.int16).to(torch.int32) << 16) | (bits & 0xFFFF)
     master.view(torch.int16).copy_(rounded)

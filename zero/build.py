@@ -178,9 +178,8 @@ class GroupMemories:
 
             return adopt_pages
 
-        def adopt_storage(
-            group: ShardedGroup,
-        ) -> None:  # one by one: each is made, and its memory freed, before the next
+        def adopt_storage(group: ShardedGroup) -> None:
+            # One by one: each full buffer is made, and its memory freed, before the next, so the peak is one of them.
             (full,) = transport.allocate([(group.layout.padded_numel, group.plan.dtype)])
             group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), shard_store)
 

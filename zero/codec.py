@@ -93,6 +93,7 @@ class Codec:
     def reduce_scatter(self, staged: Tensor, spare: Tensor | None, what: str) -> Coming:
         """Start to sum a staged gradient over ranks; this rank sums its part. See `Transport.reduce_scatter`."""
         if self._parts is not None:
+            # The transport gives the piece at a rank's coordinate to that rank, so the pieces are put in that order.
             by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
             order = [index for rank in by_place for index in self._parts[rank]]
             staged = staged.view(len(order), -1)[order].view(-1)
@@ -192,6 +193,7 @@ class QuantizedCodec(Codec):
 
     def _next_draw(self) -> tuple[Rounding, int]:
         """Return `rounding` and `step` of `quantize` for the next message."""
+        # Unequal draws for all messages of a training: fewer than 2^20 belong to a step.
         self._num_messages += 1
         return self._rounding, (self._num_steps() << 20) + self._num_messages
 
@@ -339,12 +341,14 @@ def sum_in_rank_order(terms: Sequence[Tensor], out: Tensor, accumulate: bool) ->
             out.copy_(terms[0])
         return
     same_dtype = all(term.dtype == out.dtype for term in terms)
+    # The same bits as the loop below: an addition rounds once.
     if len(terms) == 2 and same_dtype and not accumulate:
         torch.add(terms[0], terms[1], out=out)
         return
     for start in range(0, out.numel(), CHUNK_NUMEL):
         end = start + CHUNK_NUMEL
         chunk = out[start:end]
+        # A term in `out` is copied, as the first term overwrites it.
         pieces = [chunk.clone() if term is out else term[start:end] for term in terms]
         if not accumulate:
             chunk.copy_(pieces.pop(0))

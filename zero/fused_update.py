@@ -94,6 +94,7 @@ class UpdateTerms(NamedTuple):
         own = shard.runs
         are_alike = own.param_ids.isdisjoint(self.unused) and own.param_ids.isdisjoint(self.missed)
         runs, steps = [], []
+        # The cached runs serve if no parameter of the shard has missed a step: then all have the same number.
         for run, step in zip(own.all, repeat(self.step)) if are_alike else own.stretches(self.step_of):
             if run.start < end and run.end > start:
                 runs.append((min(run.end, end) - start, self.options[run.options_index]))
@@ -138,6 +139,7 @@ class FusedUpdate:
         """Return the states of master weights, (n,), before the first step, by name."""
         options = self.by_group[options_index] if self.by_group else self.options
         states = new_states(self.optimizer, master, options, self.state_dtype)
+        # The last state, as `_of_part` splits it off by its position.
         if self.masters.remainder is not None and master.dtype == torch.bfloat16:
             name, dtype = self.masters.remainder
             states[name] = torch.zeros_like(master, dtype=dtype)

@@ -34,7 +34,7 @@ class Proposal:
     lag: int = 0  # extra gathers before each reduction, learned from earlier backwards
 
 
-Meet = Callable[[Proposal], Sequence[Proposal]]
+GatherProposals = Callable[[Proposal], Sequence[Proposal]]
 """Returns the distinct proposals of all ranks. A collective."""
 
 
@@ -45,10 +45,10 @@ class GatherRing:
     different need takes part: it gathers the units that it lacks, sends its shards, and keeps nothing.
     """
 
-    def __init__(self, units: Sequence[Unit], prefetch_numel: int, gather_values: Meet) -> None:
+    def __init__(self, units: Sequence[Unit], prefetch_numel: int, gather_proposals: GatherProposals) -> None:
         self._units = units
         self._prefetch_numel = prefetch_numel
-        self._gather_values = gather_values
+        self._gather_proposals = gather_proposals
         self.order: Sequence[Unit] = ()
         """The units of the round."""
         self._left: set[Unit] = set()  # units that the round has not passed yet
@@ -72,13 +72,14 @@ class GatherRing:
         self.end_round()
         self._lacked = {self._units[number] for number in proposal.wanted}
         while True:
-            proposals = self._gather_values(proposal)
+            proposals = self._gather_proposals(proposal)
             top = max([other.round for other in proposals])
             self._start(top, [other for other in proposals if other.round is top])
             if top is proposal.round:
                 return proposals
             if top is Round.FLUSH:  # this rank has nothing left to reduce
                 return proposals
+            # A round that only other ranks need: this rank sends its shards, and proposes the same again.
             self.end_round()
 
     def reach(self, unit: Unit, kind: Round) -> None:
@@ -89,6 +90,7 @@ class GatherRing:
         if unit not in self._left:
             if unit.is_full:
                 return
+            # A rank that needs no further round starts all reductions of this round before it proposes again.
             if self.gate <= len(self.order):
                 self.at_gate(len(self.order))
             self.begin(Proposal(kind, self.lacking(kind)))
@@ -105,11 +107,12 @@ class GatherRing:
         while self.position < position and self._left:
             self._pass_next(None)
 
-    def go_ahead(self) -> None:
-        """Issue the gathers that may run ahead of the first unit."""
-        if self._next < len(self.order) and self.order[self._next].numel <= self._prefetch_numel:
+    def prefetch(self) -> None:
+        """Issue the next units of the round while the prefetch limits allow it."""
+        while self._next < len(self.order) and len(self._issued) < MAX_PREFETCHED:
+            if self._issued_numel + self.order[self._next].numel > self._prefetch_numel:
+                return
             self._issue()
-            self._prefetch()
 
     def end_round(self) -> None:
         """Pass the remaining units, so that every rank ends the round at the same position."""
@@ -157,12 +160,13 @@ class GatherRing:
                 found.gather()
             else:
                 found.release()
-        if self._issued:  # its shard was loaded during the last use, its gather overlaps this use
+        # The next unit's shard was loaded during the last use. Its gather overlaps this use.
+        if self._issued:
             unit, is_full, pending_of_others = self._issued[0]
             unit.continue_gather()
             if is_full:
                 pending_of_others += unit.join_gather(is_loaded=True)
-        self._prefetch()
+        self.prefetch()
 
     def _issue(self) -> None:
         unit = self.order[self._next]
@@ -171,10 +175,3 @@ class GatherRing:
         was_full = unit not in self._lacked and unit.is_full
         self._issued.append((unit, was_full, unit.join_gather() if was_full else []))
         unit.start_gather()
-
-    def _prefetch(self) -> None:
-        """Issue the next units of the round while the prefetch limits allow it."""
-        while self._next < len(self.order) and len(self._issued) < MAX_PREFETCHED:
-            if self._issued_numel + self.order[self._next].numel > self._prefetch_numel:
-                return
-            self._issue()

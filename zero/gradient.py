@@ -165,9 +165,8 @@ class GroupGradient:
         """
         param_view, param = self.group.layout.param_views[index], self.group.params[index]
         found = torch.zeros(param_view.numel, dtype=dtype, device=self.group.full.device)
-        has_final = (
-            self.group.axes.replicas.rank == 0 or not self._reducer.sums()
-        )  # the replicas hold equal sums: a single replica reports it
+        # The replicas hold equal final sums, so a single replica reports it.
+        has_final = self.group.axes.replicas.rank == 0 or not self._reducer.sums()
         self.arrive()
         total = self.shard if self._host is None or self._host.is_open else self._host.total
         if self._has_shard and (has_final or not self._is_final) and total is not None:
@@ -315,6 +314,7 @@ class GroupGradient:
         before.
         """
         self._early.clear()
+        # `param.grad` is the shard: autograd has added to it.
         if not boundary and self._is_in_place:
             return
         if not boundary and not self.reduces_every_backward:
@@ -325,6 +325,7 @@ class GroupGradient:
         if self._is_final:
             self._reopen()
         axis = self._reducer.staging_axis(boundary, self._has_shard)
+        # If staging began early, it has written to this same memory: see `next_message`.
         message = None if axis is None else self._reducer.open_message(axis, self._has_shard)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
         if self._is_in_place:
@@ -358,6 +359,7 @@ class GroupGradient:
         if self.group.axes.replicas.size == 1 or not self._has_shard:
             return
         shard = self._open_shard()
+        # The sum over replicas comes again, so only one of them may still hold the first sum.
         if self.group.axes.states.size > 1:
             if replica:
                 shard.zero_()

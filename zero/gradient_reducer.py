@@ -42,9 +42,8 @@ class GradientReducer:
         self._dtype = dtype
         self._levels = levels
         self._replicas = replicas
-        self._stager = (
-            levels[0] if group.axes.states.size > 1 else replicas
-        )  # the codec in whose message a gradient is staged
+        # The codec in whose message a gradient is staged.
+        self._stager = levels[0] if group.axes.states.size > 1 else replicas
         self._counting = [codec for codec in (*levels, replicas) if codec.counts_messages]
         self.has_steps = bool(self._counting)
         """Whether `reset` has an effect."""
@@ -58,6 +57,7 @@ class GradientReducer:
         """Return the axis in whose message a backward's gradients are staged; None: they are staged in the shard."""
         if self._group.axes.states.size > 1:
             return self._group.axes.states
+        # With a sum of earlier microbatches in the shard, the message is made from the shard: see `sum`.
         replica_axis = self._group.axes.replicas
         return replica_axis if replica_axis.size > 1 and boundary and not has_shard and self.sums() else None
 
@@ -112,14 +112,16 @@ class GradientReducer:
         """
         states, replicas = self._group.axes.states, self._group.axes.replicas
         is_last = replicas.size == 1 or not self.sums()
-        if message is None and is_last and boundary:  # a value that was not finite before still is not
+        # No sum over ranks will look at it. A value that was not finite before still is not.
+        if message is None and is_last and boundary:
             self._inspection.look(states, 0, shard, (), counts)
         if axis is states and message is not None:
             for codec in self._levels[:-1]:
                 message = yield from self._sum_first(codec, message)
             held = self._held(axis, has_shard)
             coming = self._levels[-1].reduce_scatter(message, None if has_shard else shard, self._name)
-            if boundary and not is_last:  # as the next phase opens a message to replicas
+            if boundary and not is_last:
+                # The next phase opens a message to replicas, and `Reductions.poll` must not wait for it there.
                 coming = coming._replace(arrived=self._when_free(coming.arrived, self._replicas.staged_numel(shard)))
             yield from self._add_up(states, coming, slice(0, shard.numel()), shard, held, has_shard, counts and is_last)
         if is_last or not boundary:
@@ -250,6 +252,7 @@ class GradientStats:
         mine = self._mine(shard)
         region = shard[mine]
         if region.numel():
+            # The first bad block is found and copied by the device, in shapes that do not depend on the values.
             squares = self.counted[-1] if self.counted else squares_by_block(region, BLOCK_NUMEL)
             start = (~torch.isfinite(squares)).long().argmax().view(1) * BLOCK_NUMEL
             places = start + torch.arange(min(BLOCK_NUMEL, region.numel()), device=shard.device)

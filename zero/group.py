@@ -127,12 +127,12 @@ class ShardedGroup:
         self.frees_memory |= shard_store is not None
         self.full = memory.full
         self.sharded_state = ShardedState.SHARDED
+        # Before the view: torch makes no view of a storage without memory.
         memory.take_own()
         first = self.own.start - self.at_rest.start
-        self.shard = self._memory.own[
-            first : first + self.layout.shard_numel
-        ]  # after take_own: torch makes no view without memory
+        self.shard = self._memory.own[first : first + self.layout.shard_numel]
         if self.sends_differences:
+            # The memory at rest then has the values after quantization, which all ranks agree on.
             self.shard = torch.zeros_like(self.shard)
         # Memory has arbitrary content when it is taken.
         self._memory.own.zero_()
@@ -140,6 +140,7 @@ class ShardedGroup:
             return
         memory.give_own()
         self.offloadable = shard_store.offloadable(self.plan.name, self._take_own, lambda _: memory.give_own())
+        # A first version in the store, as a load of an unknown key is an error.
         shard_store.window.create(self.offloadable).zero_()
         shard_store.window.release(self.offloadable)
         shard_store.window.wait()
@@ -187,11 +188,10 @@ class ShardedGroup:
             return
         if self.returning is not None:
             self.returning()
-        if self._shard_store is not None:
-            self._shard_store.window.end_hold(
-                self.offloadable
-            )  # so that a change is saved before another rank reads it
-            self._shard_store.window.prefetch(self.offloadable)
+        if (shard_store := self._shard_store) is not None:
+            # So that a change is saved before another rank reads it.
+            shard_store.window.end_hold(self.offloadable)
+            shard_store.window.prefetch(self.offloadable)
             self._memory.take_others()
             self.sharded_state = ShardedState.LOADING
             return
@@ -250,7 +250,8 @@ class ShardedGroup:
         if self.keeper is not None and self.keeper():
             return
         if self.frees_memory:
-            if self.sharded_state is not ShardedState.UNSHARDED:  # prefetched, and not used
+            if self.sharded_state is not ShardedState.UNSHARDED:
+                # Prefetched, and not used: a collective cannot be cancelled, and would write to freed memory.
                 self.continue_gather()
                 untransformed(self._take_gathered)
             untransformed(self._hide)
@@ -259,9 +260,8 @@ class ShardedGroup:
             mark_released(self.params, self.layout.names)
         self.sharded_state = ShardedState.SHARDED
         if self._shard_store is not None and self._shard_store.window.holds(self.offloadable):
-            self._shard_store.window.hold(self.offloadable)
-            if not holds_shard:
-                self._shard_store.window.end_hold(self.offloadable)
+            window = self._shard_store.window
+            window.hold(self.offloadable) if holds_shard else window.release(self.offloadable)
 
     def keep(self, as_long_as: Callable[[], bool] = lambda: True) -> None:
         """Make `release` do nothing while `as_long_as()`: a rank may use the parameters without the other ranks."""
@@ -299,6 +299,7 @@ class ShardedGroup:
         assert self.sharded_state is ShardedState.UNSHARDED
         if self._codec.is_exact:
             return
+        # First the part at rest, from the ranks that update it; then `full`, from the ranks with the other parts.
         self.refresh().wait()
         if self.axes.parameters.size > 1:
             transport, what = self.axes.parameters.transport, f"gather of {self.plan.name}"
@@ -337,9 +338,10 @@ class ShardedGroup:
         mark_released(self.params, self.layout.names)
 
     def _point(self, values: Sequence[Tensor]) -> None:
+        # `ReleasedParameter.__torch_function__` would run in Python for each parameter.
         with torch._C.DisableTorchFunctionSubclass():
             for param, value in zip(self.params, values, strict=True):
-                # Outside of `__torch_function__`, which would run in Python for each released parameter.
+                # As FSDP2 does. Autograd's saved tensors keep the storage of `full`, whatever `data` is now.
                 param.data = value
 
 
@@ -369,9 +371,8 @@ class GroupMemory:
         self.full = full
         self.own = own
 
+    def take_own(self) -> None:
         """Take memory for `own`."""
-
-    def take_own(self) -> None: ...
 
     def take_others(self) -> None:
         """Take memory for the elements of `full` that `own` does not cover."""

@@ -154,9 +154,8 @@ class UnitHooks:
                 if id(param) in self._hooked:
                     continue
                 self._hooked.add(id(param))
-                hook = partial(
-                    UnitSequence.gradient_arrived, sequence, number, name
-                )  # not a lambda: saves a call per gradient
+                # Not a lambda: saves a call per gradient.
+                hook = partial(UnitSequence.gradient_arrived, sequence, number, name)
                 is_frozen = not param.requires_grad
                 if is_frozen:
                     param.requires_grad_(True)  # torch refuses hooks on frozen parameters; it may be unfrozen later

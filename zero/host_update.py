@@ -139,7 +139,7 @@ class HostSum:
         """Free the sum."""
         self._forget()
         if self.total is not None:
-            self.arrived.wait()
+            self.arrived.wait()  # the pool lends the buffer again, and a copy into it may still run
             self._host.give(self.total)
             self.total = None
 

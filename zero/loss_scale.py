@@ -70,6 +70,7 @@ class LossScaler:
             self.scale = max(self.scale / 2, self._minimum)
             return
         self._steps_without_overflow += 1
+        # As DeepSpeed: `consecutive_hysteresis` asks for overflows in a row, else they add up over the window.
         if self._refills_hysteresis:
             self._overflows_left = self._hysteresis
         if self._steps_without_overflow % self._window == 0:

@@ -65,9 +65,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         offloaded: where states rest between steps. shard_store: where the shards of parameters rest, if offloaded.
         host: updates the offloaded shards of a device. Raises OffloadError.
         """
-        # Optimizer.__init__ imports torch's compiler, 70 MiB a process. Unpickling sets all that is needed. The
-        # groups are the user's dictionaries, so schedulers bound to them act here too. From the defaults schedulers
-        # read which options there are.
+        # Optimizer.__init__ imports torch's compiler, 70 MiB a process. `__setstate__`, for unpickling, sets all that
+        # is needed. The groups are the user's dictionaries, so schedulers bound to them act here too. From the
+        # defaults schedulers read which options there are.
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
         self.counts = StepCounts()
@@ -238,6 +238,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             here = deque((shard, gradient) for shard, gradient in due if not self.starts(shard))
             self._placements.window.expect([shard.offloadable for shard, _ in here if not shard.is_apart])
             self._update_all(here, terms, self._update_shard, on_updated)
+            # After the updates of this thread: from `start` on the windows belong to the update thread.
             if started:
                 self._placements.expect(started)
                 terms = terms.frozen()
@@ -289,7 +290,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_all(due, terms, self._update_ahead)
             if self.averages is not None:
                 self._average(self.averages, ahead=True)
-            self._placements.offloaded.window.wait()  # so that an error of the drive belongs to this step
+            self._placements.offloaded.window.wait()  # so that a failed save is an error of this step
 
         self.thread.start(update, [gradient for _, gradient in due])
 
@@ -327,6 +328,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 assert values is not None
                 gradient.give_back(values)
 
+        # In the thread, which runs in order: after the updates that read the gradients.
         self.thread.start(give_back)
         for shard, running in started:
             if shard.group.waits_for_update:
@@ -414,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Undo a speculative step, complete or partial. Returns whether there was any."""
         was_open = self.speculation.is_open
         if was_open:
-            self.forget_started()
+            self.forget_started()  # waits: the thread may still write the values that are restored next
             self.counts.uncount()
             self.speculation.roll_back()
         return was_open
@@ -473,7 +475,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         yield from self._update.held(shard)
 
     def _average(self, averages: Averages, ahead: bool = False) -> None:
-        """Update the averages after a step that counts. Reads offloaded master weights again."""
+        """Update the averages after a step that counts. It loads offloaded master weights a second time."""
         averages.update(ahead)
         self._placements.put_back()
 

@@ -131,6 +131,7 @@ class ParameterStates:
             for index, name in enumerate(shard.group.layout.names):
                 if name in params:
                     self._update.reset_states(shard, index)
+        # As if it had missed every step, so that its bias correction begins again.
         for param in params.values():
             self._counts.missed[id(param)] = self._counts.num_steps
 

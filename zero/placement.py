@@ -77,12 +77,13 @@ class StatesPlan:
         """Return how many elements at the start of each shard keep their states in memory: whole blocks."""
         if not self.in_whole_shards:
             return [round(numel * (1 - self.ratio)) // BLOCK_NUMEL * BLOCK_NUMEL for numel in shard_numels]
-        seen, kept, found = 0, 0, []
+        seen, stored, found = 0, 0, []
         for numel in shard_numels:
             seen += numel
-            is_kept = kept + numel / 2 < self.ratio * seen
-            kept += numel * is_kept
-            found.append(numel * (not is_kept))
+            # Rounds: a shard is stored if more than half of it is still lacking from the ratio of all shards so far.
+            is_stored = stored + numel / 2 < self.ratio * seen
+            stored += numel * is_stored
+            found.append(numel * (not is_stored))
         return found
 
     def chunks(self, start: int, end: int) -> list[tuple[int, int]]:

@@ -120,9 +120,8 @@ class PowerSGDReducer(GradientReducer):
         self.step: Callable[[], int] = lambda: 0
         """The number of completed steps."""
         self._layout = ThinLayout.of(group.layout, low_rank)
-        self._wide = (
-            dtype if dtype == torch.float64 else torch.float32
-        )  # dtype of the computation and of the kept states
+        # The dtype of the computation and of the kept states.
+        self._wide = dtype if dtype == torch.float64 else torch.float32
         self.errors: dict[int, Tensor] = {}
         """Index of a parameter -> (rows, columns). Empty before the first step."""
         self.factors: dict[int, Tensor] = {}
@@ -171,6 +170,7 @@ class PowerSGDReducer(GradientReducer):
         if axis is None or message is None or not self._goes_thin(has_shard):
             yield from super().sum(axis, message, shard, has_shard, boundary, counts)
             return
+        # No phases from here on: each sum is waited for at once, in a process group that has no other messages.
         matrices = self._matrices(message)
         factors = [self._factor(thin) for thin in self._layout.thin]
         first = [(matrix @ q).reshape(-1) for matrix, q in zip(matrices, factors, strict=True)]
@@ -242,9 +242,8 @@ class PowerSGDReducer(GradientReducer):
         """Return the first Q, (columns, rank), the same on all ranks."""
         if thin.index in self.factors:
             return orthogonal(self.factors[thin.index])
-        name = zlib.crc32(
-            self._group.layout.names[thin.index].encode()
-        )  # seeded by name, so that it does not depend on the group
+        # Seeded by name, so that it does not depend on the group. On the CPU, so that it does not depend on the device.
+        name = zlib.crc32(self._group.layout.names[thin.index].encode())
         drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)
         q = torch.randn(thin.columns, thin.rank, generator=drawn, dtype=torch.float64)
         return orthogonal(q).to(self._group.full.device, self._wide)

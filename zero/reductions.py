@@ -119,6 +119,7 @@ class ReductionTurns:
         self._use = 0
         self._ring = ring
         if ring is not None:
+            # No reduction is due in a forward, though the ring's gates are asked there too.
             self.cursor = len(self.order)
             ring.at_gate = self._at_gate
             ring.keeps = lambda unit: (
@@ -151,6 +152,7 @@ class ReductionTurns:
         ring, gates = self._ring, self._gates
         while self.cursor < len(self.order) and gates[self.cursor] <= position:
             unit = self.order[self.cursor]
+            # The order is fixed, so a unit whose gradients are missing holds up all units after it.
             if not unit.is_ready and not (use and self._is_behind(unit, use)):
                 return
             gate, self.cursor = gates[self.cursor], self.cursor + 1
@@ -193,6 +195,7 @@ class ReductionTurns:
             unit = self.order[self.cursor]
             if not unit.is_ready and (self.is_nested() or not self._is_behind(unit, self._use)):
                 self._leave_over(unit, position)
+            # Ready or not: the other ranks start this reduction before the gather, and would wait for this rank.
             unit.is_ready = True
             self.collect_ready(0, position)
 
@@ -245,6 +248,7 @@ def gates(order: Sequence[int], proposals: Sequence[Proposal], num_units: int, l
     for uses in {proposal.uses for proposal in proposals}:
         count = 0
         until = dict[int, int]()
+        # A backward goes through the uses in reverse, and needs all gathers up to the furthest unit so far.
         for number in reversed(uses):
             count = max(count, places.get(number, -1) + 1)
             until[number] = count
@@ -252,6 +256,7 @@ def gates(order: Sequence[int], proposals: Sequence[Proposal], num_units: int, l
             needed[number] = max(needed[number], most)
     made, most = list[int](), 0
     for number in reversed(range(num_units)):
+        # Reductions keep their order, so a gate is never below an earlier gate.
         most = max(most, needed[number])
         made.append(min(most + lag, len(order)) if number else len(order))
     return made

@@ -107,10 +107,9 @@ class ReleasedParameter(nn.Parameter):
         readers = [_READERS.get(id(param)) for param in released]
         if released and all(reader is not None and reader(is_differentiated, released) for reader in readers):
             return func(*args, **(kwargs or {}))
+        # A reader may have gathered the first of them. None: the parameter is inside of an object that was passed.
         name = next((param.lowtide_name for param in released if isinstance(param, ReleasedParameter)), None)
-        what = (
-            "a parameter" if name is None else f"parameter '{name}'"
-        )  # None: it is inside of an object that was passed
+        what = "a parameter" if name is None else f"parameter '{name}'"
         operation = getattr(func, "__name__", str(func))
         if operation == "__get__":
             operation = "an attribute that needs values"
@@ -139,7 +138,9 @@ class ReleasedParameter(nn.Parameter):
 def mark_released(params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
     """Make reads of these parameters raise an error with their names."""
     for param, name in zip(params, names, strict=True):
-        if type(param) is nn.Parameter:  # a user's subclass keeps its class; its values are NaN all the same
+        # A user's subclass keeps its class; its values are NaN all the same. The class changes, not the object: the
+        # module, the optimizer and the user hold references to it.
+        if type(param) is nn.Parameter:
             param.__class__ = ReleasedParameter
             param.lowtide_name = name  # type: ignore[attr-defined]
 

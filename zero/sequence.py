@@ -55,7 +55,7 @@ from torch import Tensor, nn
 from ..comm import CollectiveError, Progress
 from ..watch.log import logger
 from .autograd import GraphTask, current_graph_task, will_run
-from .gather_ring import GatherRing, Meet, Proposal, Round
+from .gather_ring import GatherProposals, GatherRing, Proposal, Round
 from .group import ShardedState
 from .reductions import OnFinal, ReductionTurns, gates
 from .unit import Forward, OpenForwards, Unit, Use
@@ -85,11 +85,11 @@ class UnitSequence:
         prefetch_numel: int,
         progress: Progress,
         before_pass: Callable[[Phase, bool], None] = lambda phase, boundary: None,
-        gather_values: Meet = lambda proposal: [proposal],
+        gather_proposals: GatherProposals = lambda proposal: [proposal],
     ) -> None:
         """before_pass: called with (phase, boundary) before the collectives of a forward (if it has any) or a backward;
         boundary: the last backward of a step. IDLE: before gathers of an autograd run that reduces nothing, or of a
-        read outside of the model. gather_values: exchanges proposals, if units are gathered from other ranks.
+        read outside of the model. gather_proposals: used if units are gathered from other ranks.
         """
         self.units = units
         self._before_pass = before_pass
@@ -97,7 +97,7 @@ class UnitSequence:
         self.root = units[0]
         self.phase = Phase.IDLE
         self._needs_ring = any(group.frees_memory for unit in units for group in unit.groups)
-        self._ring = GatherRing(units, prefetch_numel, gather_values)
+        self._ring = GatherRing(units, prefetch_numel, gather_proposals)
         self._reach = self._ring.reach if self._needs_ring else _gather_alone
         """Gathers a unit: in the order of a round, if that needs other ranks."""
         self._turns = ReductionTurns(units, self._ring if self._needs_ring else None)
@@ -146,6 +146,7 @@ class UnitSequence:
 
     def begin_forward(self) -> None:
         """Enter the root module: gather the root unit until the forward ends."""
+        # A checkpoint around the whole model recomputes it in the backward.
         if self.phase is Phase.BACKWARD and not self._ends_lost_backward():
             return
         if self.phase is Phase.FORWARD:  # the last forward raised
@@ -185,6 +186,7 @@ class UnitSequence:
             if self.phase is Phase.FORWARD:
                 self._release_parked()
                 for unit in self.units:
+                    # A unit that the round has not passed may be in flight: to release it would wait for other ranks.
                     if not self._ring.has_left(unit):
                         unit.release()
                 self.forwards.begin(expects_backward=False)
@@ -203,6 +205,7 @@ class UnitSequence:
         if self.phase is Phase.IDLE:
             self._on_use()
         if self._parked is unit:
+            # Its memory still has the values: no collective, so the round does not see this use.
             self._parked = None
             unit.gather()
         else:
@@ -230,7 +233,8 @@ class UnitSequence:
         if self.phase is Phase.IDLE and self._needs_ring and not unit.is_kept:
             self._before_pass(Phase.IDLE, False)
             self._on_use()
-            if not unit.is_full:  # a round of this unit alone
+            if not unit.is_full:
+                # A round of this unit alone: `enter` would propose all units that this rank lacks.
                 self._release_parked()
                 self._ring.begin(Proposal(Round.GATHER, (self._numbers[unit],)))
                 self._ring.reach(unit, Round.GATHER)
@@ -240,7 +244,7 @@ class UnitSequence:
 
     def leave(self, unit: Unit) -> None:
         """Free a unit at the end of its forward, except the last unit if a backward begins with it."""
-        if self.phase is Phase.BACKWARD:
+        if self.phase is Phase.BACKWARD:  # a recomputed forward: the unit's reduction releases it
             return
         if self._progress.is_on:
             self._progress.at_unit("")
@@ -260,8 +264,9 @@ class UnitSequence:
         arrived: the parameter whose `grad` autograd has already added to. See [Note: what autograd runs].
         """
         if self._implicit_task is not None:
-            if self._implicit_task() is not None:
+            if self._implicit_task() is not None:  # this run has begun already
                 return
+            # The run is gone and `_end_implicit` was not called: an error has ended it.
             if self.phase is Phase.BACKWARD:
                 self._on_abort()
         if self.phase is Phase.BACKWARD:  # begun by the engine
@@ -297,12 +302,12 @@ class UnitSequence:
 
     def enter_backward(self, use: Use) -> None:
         """Autograd has reached the gradient of a use's output: gather its unit, and reduce later units."""
-        if (
-            use.forward not in self.forwards.of_backward
-        ):  # before `on_backward_start`: a backward that begins here follows these uses
+        # Before `on_backward_start`: a backward that begins here follows these uses.
+        if use.forward not in self.forwards.of_backward:
             self.forwards.come_to(use.forward, self.units)
-        heard = self._implicit_task
-        if self._graph_task is None if heard is None else heard() is None:
+        task = self._implicit_task
+        # The engine's backward has no number yet, or no run of autograd is known that is still going on.
+        if self._graph_task is None if task is None else task() is None:
             self.on_backward_start()
         if self.phase is Phase.BACKWARD:
             if self._turns.read_on:
@@ -318,10 +323,9 @@ class UnitSequence:
     def gradient_arrived(self, number: int, name: str, param: nn.Parameter) -> None:
         """Autograd has added to `param.grad` of the unit with this number."""
         unit = self.units[number]
-        heard = self._implicit_task
-        if (
-            self._graph_task is None if heard is None else heard() is None
-        ):  # skips a call that does nothing, for each parameter
+        task = self._implicit_task
+        # The condition of `enter_backward`. It skips a call that does nothing, for each parameter.
+        if self._graph_task is None if task is None else task() is None:
             self.on_backward_start(param if param.requires_grad else None)
         if self.phase is not Phase.BACKWARD:  # as a nested run of a checkpoint seems to add to no gradient
             if not param.requires_grad:  # frozen since its forward: the hook runs, nothing is added
@@ -334,8 +338,9 @@ class UnitSequence:
                 "backward. This happens if reentrant activation checkpointing recomputes a read outside of the unit's "
                 "forward: use use_reentrant=False, or leave the unit out of zero_optimization.units."
             )
-        for group in unit.groups if self._needs_ring else ():  # inlined `is_full`: a call per parameter costs time
-            if group.sharded_state is not ShardedState.UNSHARDED:  # without this error the gradient is silently wrong
+        # Inlined `is_full`, as a call per parameter costs time. Without the error the gradient is silently wrong.
+        for group in unit.groups if self._needs_ring else ():
+            if group.sharded_state is not ShardedState.UNSHARDED:
                 raise StateError(
                     f"the backward of unit '{unit.name}' ran while its parameters were released, so the gradient of "
                     f"'{name}' would be wrong: expected a backward that begins with a tensor that '{unit.name}' "
@@ -460,6 +465,7 @@ class UnitSequence:
             self._ring.end_round()
         lent, self._lent = self._lent, []
         for unit in lent:
+            # `torch.autograd.grad` inside a forward: the forward still reads the root unit.
             if not (unit is self.root and self.phase is Phase.FORWARD):
                 unit.release()
         self.forwards.of_backward.clear()  # another backward of these forwards may follow
@@ -480,13 +486,14 @@ class UnitSequence:
         self._release_parked()
         uses = tuple([self._numbers[unit] for forward in self.forwards.expected() for unit in forward.order])
         used = set(uses)
+        # Not the root unit, which `_gather_root` has gathered.
         wanted = tuple([n for n, unit in enumerate(self.units) if n in used and n and not unit.is_full])
         proposals = self._ring.begin(Proposal(Round.BACKWARD, wanted, uses, self._lag))
         order = [self._numbers[unit] for unit in self._ring.order]
         self._lag = max(proposal.lag for proposal in proposals)
         made = gates(order, proposals, len(self.units), self._lag)
         # The first gather of the round overlaps with the backward of the last block.
-        self._ring.go_ahead()
+        self._ring.prefetch()
         return made
 
     def _end_round(self) -> None:
@@ -496,6 +503,7 @@ class UnitSequence:
             # Learned for the next backward: see [Note: canonical order].
             self._lag = max(self._lag, self._turns.lag)
             kind = Round.FLUSH if self._turns.has_left_over else Round.END
+            # `begin` returns when all ranks propose END, or when one of them must flush: then all flush.
             if max(proposal.round for proposal in self._ring.begin(Proposal(kind))) is Round.END:
                 return
             self._turns.flush()

@@ -247,6 +247,7 @@ class ShardState:
         parameters: the version that the update changes. speculation: keeps old states.
         """
         memory = self.memory
+        # An empty shard has a part too: `TorchUpdate` expects exactly one.
         if memory.numel or not self.chunks:
             for values in (*memory.states.values(), *(() if memory.master is None else (memory.master,))):
                 speculation.keep(partial(OldVersion.of, values))
@@ -314,6 +315,7 @@ class ShardState:
     def _part(
         self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Version
     ) -> StateView:
+        # `parameters` may lack the first elements: see `ParameterVersions`.
         low, high = start - parameters.start, end - parameters.start
         if own_master is None:
             return StateView(start, end, parameters.values[low:high], list(states.values()), None)
@@ -356,11 +358,11 @@ def _cut(param_shard: ParamShard, edges: Sequence[int]) -> Iterator[ParamShard]:
 class ShardPlacements:
     """The stores and buffers that all shards of a rank share.
 
-    | part      | content                                       | None                                |
-    |-----------|-----------------------------------------------|-------------------------------------|
-    | offloaded | chunks of states, in a store or on the host   |                                     |
-    | rest      | parameters, in a store                        | they are in memory                  |
-    | host      | host copies of shards that a host updates     | parameters are updated in place     |
+    | part        | content                                       | None                                |
+    |-------------|-----------------------------------------------|-------------------------------------|
+    | offloaded   | chunks of states, in a store or on the host   |                                     |
+    | shard_store | parameters, in a store                        | they are in memory                  |
+    | host        | host copies of shards that a host updates     | parameters are updated in place     |
     """
 
     def __init__(self, offloaded: StateChunks, shard_store: ShardStore | None, host: HostUpdate | None) -> None:

@@ -126,6 +126,7 @@ class SignMean:
         total.div_(size).add_(self.server_error)
         message, said = self._encoded(total, place, unused)
         self._keep(self.server_error, total, said, place, unused)
+        # A gather needs equal sizes. Regions differ in their number of scales.
         padded = torch.nn.functional.pad(message, (0, layout.max_nbytes - message.numel()))
         gathered = self.exchange.gather(padded, 0, f"mean signs of {self.what}").view(size, -1)
         for other, region in enumerate(layout.regions):

@@ -221,6 +221,7 @@ class TorchUpdate:
             options, param = flat.options, flat.param
             outer = terms.options[flat.run.options_index]
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
+            # Each step anew: an offloaded shard and a delayed update come in different memory.
             param.data = master[flat.run.start : flat.run.end]
             if flat.parameter is None or id(params[flat.parameter]) not in terms.unused:
                 # A copy, as ranks may share the gradient's memory.

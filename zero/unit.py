@@ -183,6 +183,7 @@ class OpenForwards:
             unit.first_use, unit.num_uses = None, 0
         for forward in self.expected():
             for unit, first in forward.first_use.items():
+                # The oldest forward comes first, and numbers increase, so this is the smallest.
                 unit.first_use = first if unit.first_use is None else unit.first_use
                 unit.num_uses += forward.num_uses[unit]
 
@@ -212,4 +213,4 @@ class Use:
         if not order or order[-1] is not unit:
             order.append(unit)
         else:
-            unit.repeats = True
+            unit.repeats = True  # for good: the next forward parks the unit instead of releasing it

@@ -111,6 +111,7 @@ class UpdateThread:
         if self._device.type != "cpu":
             self._stream = self._stream or torch.Stream(self._device)
             begun = torch.accelerator.current_stream(self._device).record_event()
+            # The thread drops the last reference, and the caching allocator knows only the stream that allocated.
             for tensor in uses:
                 if tensor.device == self._device:
                     tensor.record_stream(self._stream)

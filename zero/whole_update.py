@@ -173,6 +173,7 @@ class WholeUpdate(FusedUpdate):
             part.copy_(update.master if update.remainder is None else with_remainder(update.master, update.remainder))
             if self._whole.ratio is not None:
                 norms.add(0, part, low)
+            # The rule sees the weight in `part` and leaves the direction there: the weight itself changes later.
             moments = dataclasses.replace(update, master=part, out=None, rounding=None, remainder=None)
             self._run(self.optimizer, moments, terms, terms.gradient_scale)
             if not moves:
@@ -298,6 +299,7 @@ class _Norms:
         """Add squares. values: (n,) of the shard's elements from `low` on, a multiple of 1024. kind: 0 or 1."""
         for param_shard in self._shard.param_shards:
             start, end = param_shard.offset_in_shard - low, param_shard.offset_in_shard + param_shard.numel - low
+            # Pieces are cut at the ends of chunks, so a piece lies inside of these values or outside.
             if start < 0 or end > values.numel():
                 continue
             row = (kind * self._num_params + param_shard.index) * NUM_LIMBS

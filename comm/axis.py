@@ -28,7 +28,7 @@ class Pending:
         return self._finish is None or (self._poll is not None and self._poll())
 
     def wait(self) -> None:
-        finish, self._finish = self._finish, None
+        finish, self._finish = self._finish, None  # frees the tensors that `finish` holds, also after an error
         if finish is not None:
             finish()
 
@@ -53,7 +53,7 @@ class Terms(NamedTuple):
 Numels = Sequence[Sequence[int]]
 """Sizes of an all-to-all: rank i sends numels[i][j] elements to rank j. All ranks pass equal values."""
 
-REGION_ALIGNMENT_NUMEL = 1024
+REGION_ALIGNMENT_NUMEL = 1024  # `BLOCK_NUMEL` of zero/layout.py, as a rank adds up the squares of its region by block
 
 
 def regions_of(numel: int, size: int) -> list[slice]:

@@ -109,11 +109,13 @@ class CollectiveWatchdog:
         if not self._is_inside:
             if call.stream is None:
                 return True
+            # Recorded only now, which costs a running training nothing: it comes behind the operation in its stream.
             if self._asked is None or self._asked[0] is not call:
                 self._asked = call, torch.Event(self._device)
                 self._asked[1].record(call.stream)
             if self._asked[1].query():
                 return True
+        # The host may have begun another operation since this thread read `_latest`.
         if time.monotonic() - call.since <= self._timeout_seconds or self._latest is not call:
             return True
         self._abort(call)

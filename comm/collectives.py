@@ -51,7 +51,7 @@ class Collectives:
         self._slot_bytes = 0
 
     def sum(self, x: Tensor, what: str) -> Tensor:
-        """Sum x over the ranks. Returns a new contiguous tensor of x's shape on each rank."""
+        """Sum x over the ranks. Returns a new contiguous tensor of x's shape on each rank; x on a single rank."""
         if self.size == 1 or not x.numel():
             return x
         self.bytes_sent += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
@@ -176,7 +176,7 @@ def _add(terms: list[Tensor], out: Tensor) -> None:
     if len(terms) == 1:
         out.copy_(terms[0])
     elif len(terms) == 2:
-        torch.add(terms[0], terms[1], out=out)
+        torch.add(terms[0], terms[1], out=out)  # torch adds two halves in float32
     elif out.dtype in (torch.bfloat16, torch.float16):
         total = terms[0].float()
         for term in terms[1:]:

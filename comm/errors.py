@@ -154,6 +154,7 @@ class ErrorBroadcast:
     def enter(self, what: str) -> list[int]:
         """Enter a call, until `leave`. Returns an argument of `fail`. Faster than `call`."""
         if what in self._may_repeat:
+            # The call is made again, so the ranks that wait in it do not wait in vain: withdraw its error.
             self._may_repeat.remove(what)
             del self._calls[what]
             self._left[what] -= 1
@@ -176,7 +177,7 @@ class ErrorBroadcast:
         self._calls[what] = self._entered[what], self._left[what], self._by_number(), _text_of(error)
         if self._counts() == before and not is_context:
             self._may_repeat.add(what)
-            self._entered[what] -= 1
+            self._entered[what] -= 1  # the repeated call has the number that it has on the other ranks
         self._say()
 
     @contextmanager

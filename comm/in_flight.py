@@ -29,10 +29,10 @@ _WAIT_SECONDS = 0.5
 class InFlight:
     """Starts and awaits the backend operations of transports and messages.
 
-    | backend                        | `wait` returns                      | a missing rank is found by   |
-    |--------------------------------|-------------------------------------|------------------------------|
-    | gloo, MPI                      | when the result is ready            | `wait`, after the timeout    |
-    | NCCL and other devices         | at once: the current stream waits   | `CollectiveWatchdog`, after the timeout |
+    | backend                | `wait` returns                     | finds a missing rank after the timeout |
+    |------------------------|------------------------------------|----------------------------------------|
+    | gloo, MPI              | when the result is ready           | `wait`                                 |
+    | NCCL and other devices | at once: the current stream waits  | `CollectiveWatchdog`                   |
     """
 
     def __init__(self, world: World, compare: Callable[[Sequence[int]], str]) -> None:

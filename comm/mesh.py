@@ -73,6 +73,7 @@ class Mesh:
             raise ValueError(f"{parallel_dims} = {parallel_dims.num_ranks} != world size ({world.size})")
         lines = parallel_dims.lines(folds)
         inside = parallel_dims.wide(inner)
+        # Channels: each line, `peers`, its host transport, each inner axis, and the host transport of all ranks.
         transport, first, pids = _agree(world, transport, shared_bytes, len(lines) + 3 + len(inside))
         recorder, error_broadcast = FlightRecorder(world, first), world.error_broadcast
         error_broadcast.start(world.rank, world.store, first)
@@ -97,8 +98,9 @@ class Mesh:
                 made = NativeTransport(rank, ranks, places, group, world.device, channel, in_flight)
             return Axis(" x ".join(names), rank, ranks, places, made)
 
+        # To make a group is a collective of all ranks, so every rank makes all groups in this order.
         for number, names in enumerate(lines, first):
-            is_world = 1 < parallel_dims.size(names) == world.size
+            is_world = 1 < parallel_dims.size(names) == world.size  # the default group serves: a communicator less
             groups[names] = dist.group.WORLD if is_world else _new_group(world, parallel_dims, names)
             axes[names] = connected(number, names, groups[names])
         own = {
@@ -256,6 +258,7 @@ def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> t
     transport = transport_for(wanted, world.device.type, world.size, world.num_hosts)
     may_lack_room = transport == "shared_memory" and wanted == "auto"
     own_fault = shared_memory_fault(shared_bytes) if may_lack_room else ""
+    # Numbers that no earlier engine of these processes has: two engines may send messages at the same time.
     end = world.store.add("lowtide/channels", num_channels) if world.rank == 0 else 0
     told = world.gather_objects((own_fault, end, os.getpid()))
     faults = [(rank, fault) for rank, (fault, _, _) in enumerate(told) if fault]

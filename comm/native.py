@@ -127,7 +127,7 @@ class NativeTransport(Transport):
         if is_recorded:
             self._channel.wait(what, sequence)
         self._in_flight.wait(work, what, self._others)
-        # On an accelerator only the stream waits here. The host blocks later, in some other call: so the record keeps
-        # this collective until the next unit or activity begins.
+        # On an accelerator only the stream waits here. The host blocks later, in another call. So the record keeps this
+        # collective until the next unit or activity begins.
         if is_recorded and self._device.type == "cpu":
             self._channel.progress.end_wait()

@@ -262,6 +262,7 @@ class SharedMail:
         box[self._rank, : values.numel()].copy_(values)
         box[self._rank, -1] = name = zlib.crc32(what.encode())
         self._num_mailed += 1
+        # All ranks that write this box again have passed the next call, so this rank has read it by then.
         self._counters.store(MAILED, self._num_mailed)
         self._counters.wait_for(MAILED, self._num_mailed, what, sequence)
         if not bool((box[:, -1] == name).all()):

@@ -1,8 +1,8 @@
 """The transport between CPU ranks on any hosts: gloo's point-to-point messages.
 
-gloo's all-gather and reduce-scatter reach a third of the bandwidth of its point-to-point messages (DESIGN 9), and their
-order of sums depends on the number of parts. Here each rank sends to every other rank only the part that it lacks, and
-sums the received parts in rank order.
+gloo's all-gather and reduce-scatter reach a third of the bandwidth of its point-to-point messages, and their order of
+sums depends on the number of parts. Here each rank sends to every other rank only the part that it lacks, and sums the
+received parts in rank order.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class SocketTransport(Transport):
         if lacks_own:
             parts[self.rank] = regions[self.rank]
         terms, arrived = self._exchange_parts(parts, what)
+        # Taken now: when `send` is called, ranks may differ in the operations that they have started since.
         tag, sequence = self._next_operation(what)
 
         def send() -> Pending:
@@ -166,7 +167,7 @@ class SocketTransport(Transport):
         mine = parts[self.rank]
         numel = mine.numel()
         tag, sequence = self._next_operation(what)
-        which = self._num_slots_opened % 3
+        which = self._num_slots_opened % 3  # as the slots: terms of earlier operations may not be added up yet
         received = self._buffer(f"received {which}", (self.size - 1) * numel, mine.dtype)
         received = received.view(self.size - 1, numel)
         contributions = [mine] * self.size

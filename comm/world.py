@@ -180,6 +180,7 @@ class World:
 
         parts: (n,) on `device`, with this rank's elements, and zero in all other places. Overwritten.
         """
+        # As integers: a sum of floats would turn -0.0 into 0.0, and might change the bits of a NaN.
         self.sum(parts.view(torch.int32 if parts.element_size() % 4 == 0 else torch.uint8), "the parts of a tensor")
         return parts
 

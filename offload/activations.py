@@ -21,9 +21,8 @@ from .store import Store
 
 BLOCKS_IN_MEMORY = 3  # a block being computed, a block kept for backward, a block in transfer
 _LOGGER = logging.getLogger("lowtide")
-_PART_OF_STORAGE = (
-    8  # a view below 1/8 of its storage, such as a few rows of a data set, is saved without the remainder
-)
+# A view below 1/8 of its storage, such as a few rows of a data set, is saved without the remainder.
+_PART_OF_STORAGE = 8
 _MIN_RETURNED_BYTES = 128 << 10  # the C library keeps smaller freed blocks
 _BITS_OF_COUNT = 48  # of a position: a training saves fewer tensors than 2^48
 _ALIGNMENT_BYTES = 64  # keeps the offset in a cache line, on which the last bit of a result may depend
@@ -345,6 +344,7 @@ class OffloadedTensor:
         tensor = torch.empty(0, dtype=self._dtype, device=content.device)
         return tensor.set_(content.untyped_storage(), offset, self._shape, self._stride)
 
+    # Autograd has no hook for the end of a graph, but drops this object with the node that saved it.
     def __del__(self) -> None:
         self._on_freed(self.memory)
 

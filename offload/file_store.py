@@ -121,6 +121,7 @@ class FileStore:
         with self._lock:
             entry = self._entry(key)
             del self._entries[key]
+            # Not before: a running transfer would write into another key's region.
             entry.last.then(partial(self._give_region, entry))
 
     def close(self) -> None:
@@ -273,6 +274,7 @@ class _FileTransfer:
             self._values = None
             self._done.set()
             actions, self._next = self._next, []
+        # Outside of the lock: an action takes the lock of the store, whose holders take this lock in `then`.
         for action in actions:
             action()
 

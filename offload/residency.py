@@ -77,7 +77,8 @@ class Residency:
         if memory.content is None:
             self._make_room(memory.nbytes, limit)
             self._start_load(memory)
-        self._used[memory] = self._used.pop(memory, None)
+        self._used[memory] = self._used.pop(memory, None)  # moves it to the end
+        # Before the wait, so that the loads run beside each other.
         self._prefetch(memory, limit)
         self._finish_load(memory)
         assert memory.content is not None
@@ -131,6 +132,7 @@ class Residency:
         if memory in self._unsent:
             self._start_save(memory)
         self._finish_save(memory)
+        # A node of autograd may still hold the tensor of `use`: then the memory counts until `reap`.
         was_used = memory in self._used
         reference = StorageWeakRef(memory.content.untyped_storage())  # type: ignore[no-untyped-call]
         self._leave(memory)

@@ -69,6 +69,7 @@ class StagedStore:
             if self._is_closed:
                 raise closed_error(key)
             buffer = self._take(values.numel())
+            # Here, not in the thread: the caller may free or change the values after `wait`, which awaits only this.
             copied = self._copy(values, into=buffer, device=values.device, after=self._now(values.device))
             self._sizes[key] = values.numel()
             future = self._begin(key, partial(self._write, key, buffer, copied))
@@ -167,6 +168,7 @@ def _raise_error(future: Future[None]) -> None:
 
 
 def _after(previous: Future[None] | None, work: Callable[[], None]) -> None:
+    # Cannot deadlock, with any number of threads: work begins in the order of `submit`, so `previous` has begun.
     if previous is not None:
         previous.exception()  # waits
     work()

@@ -1,4 +1,4 @@
-"""Hide transfers behind the computation: load the next resident, work on the current, save the previous.
+"""Hide transfers behind the computation: load the next resident (an `Offloadable`), work on it, save the previous.
 
                   time ->
     resident 0    load  WORK  save
@@ -43,14 +43,6 @@ class OldVersion:
         return cls(old.nbytes, restore)
 
 
-def _nothing_to_move(values: Tensor) -> Transfer:
-    return FINISHED
-
-
-def _nothing_to_give(values: Tensor) -> None:
-    pass
-
-
 @dataclass(frozen=True, eq=False)
 class Offloadable:
     """Bytes with a placement. A `Window` brings them into memory for use, and back.
@@ -66,9 +58,9 @@ class Offloadable:
 
     name: str  # for errors
     take: Callable[[], Tensor]  # allocate memory; it has the values only if it is also their placement
-    give: Callable[[Tensor], None] = _nothing_to_give  # free the memory of `take`
-    load: Callable[[Tensor], Transfer] = _nothing_to_move  # start to fill the memory
-    save: Callable[[Tensor], Transfer] = _nothing_to_move  # start to write the memory back
+    give: Callable[[Tensor], None] = lambda values: None  # free the memory of `take`
+    load: Callable[[Tensor], Transfer] = lambda out: FINISHED  # start to fill the memory
+    save: Callable[[Tensor], Transfer] = lambda values: FINISHED  # start to write the memory back
     fork: Callable[[Tensor], OldVersion] = OldVersion.of  # keep the old version; later changes make a new version
 
     @classmethod
@@ -83,6 +75,7 @@ class Offloadable:
             return store.save(keys[0], _bytes_of(values))
 
         def fork(values: Tensor) -> OldVersion:
+            # The next save goes to the other key, so the old bytes stay under this key without a copy.
             keys.reverse()
             return OldVersion(0, keys.reverse)
 
@@ -90,7 +83,7 @@ class Offloadable:
 
     def made_anew(self) -> Offloadable:
         """Return the same resident without loading, for bytes that are completely overwritten in use."""
-        return replace(self, load=_nothing_to_move)
+        return replace(self, load=lambda out: FINISHED)
 
 
 def _bytes_of(values: Tensor) -> Tensor:
@@ -169,6 +162,7 @@ class Window:
         """
         if offloadable in self._coming or offloadable in self._here:
             return
+        # Only a store orders a load after a save of the same bytes. Copies to and from a device use two streams.
         if offloadable in self._leaving:
             self._end_transfer(self._leaving, offloadable, gives=True)
         for other in [other for other, stay in self._here.items() if stay.is_opened]:
@@ -187,6 +181,7 @@ class Window:
         Raises OffloadError if they cannot be loaded.
         """
         if offloadable in self._order:
+            # The order has skipped these residents: their loads hold memory for nothing.
             while (passed := self._order.popleft()) is not offloadable:
                 self._cancel(passed)
         self.prefetch(offloadable)

@@ -149,7 +149,7 @@ def _step_in_its_place(
 
 
 def _freeze(module: nn.Module, patches: ModelPatches) -> None:
-    """Freeze all parameters until the ledger is closed: their gradients would never be used."""
+    """Freeze all parameters until the patches are undone: their gradients would never be used."""
     for param in module.parameters():
         if param.requires_grad:
             param.requires_grad_(False)

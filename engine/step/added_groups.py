@@ -181,10 +181,9 @@ class AddedParameterGroups:
                 if not taken:
                     continue
                 called = f"unit {unit.name} ({str(plan.dtype).removeprefix('torch.')}, {plan.role.value}"
+                # Split and whole groups of a unit may have the same dtype and role, and names must differ.
                 if sum((one.plan.dtype, one.plan.role) == (plan.dtype, plan.role) for one in unit.groups) > 1:
-                    called += (
-                        f", with {group.layout.names[0]}"  # the unit has split and whole groups of this dtype and role
-                    )
+                    called += f", with {group.layout.names[0]}"
                 found.append(
                     _Division(
                         unit,

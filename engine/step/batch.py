@@ -273,7 +273,9 @@ class ModelCall:
 
 
 def _weighted(loss: Tensor, factor: float) -> Tensor:
-    return loss * factor if factor else torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)  # not 0 * NaN
+    # A part of the sequence without targets has the mean of no losses, NaN, and 0 * NaN is NaN. `where` has the graph
+    # of the loss, and gives it a gradient of 0.
+    return loss * factor if factor else torch.where(torch.ones_like(loss, dtype=torch.bool), 0.0, loss)
 
 
 def _differentiable(output: Any) -> list[Tensor]:

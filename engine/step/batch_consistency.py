@@ -83,6 +83,7 @@ class BatchConsistencyCheck(StepFeature):
         digests[pipe.rank], digests[-1] = digest, are_apart
         *found, num_apart = self._mesh.peers.sum_on_host(digests, what).tolist()
         differ = any(other != digest for other in found)
+        # Axis by axis the outcome spreads: in the end all ranks that must have this batch know it.
         for axis in (self._mesh.axes[name] for name in self._axes if name != PIPE):
             own = torch.tensor([digest, differ, num_apart], dtype=torch.int64)
             total, others, num_apart = axis.transport.sum_small(own.to(self._mesh.world.device), what).tolist()

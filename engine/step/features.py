@@ -210,6 +210,7 @@ class StepFeatures:
                 closing.callback(one.close)
 
     def _collect(self) -> None:
+        # The annotations of this class are the table of moments.
         for moment in StepFeatures.__annotations__:
             defined = [one for one in self._made if getattr(type(one), moment) is not getattr(StepFeature, moment)]
             asked = [one for one in defined if one.is_on or moment == "after_new_groups"]

@@ -66,9 +66,8 @@ class GradientPlaceholders(StepFeature):
     def before_step(self) -> None:
         """Clear the final gradients whose placeholders the caller has cleared, and remove the placeholders."""
         if self._final.are_there and (cleared := self._final.take_out()):
-            self._steps.update.refuse_more(
-                "zero_grad()"
-            )  # a speculative update is rolled back later, on all ranks together
+            # Only refuses: a speculative update is rolled back later, on all ranks together.
+            self._steps.update.refuse_more("zero_grad()")
             self._clear(cleared)
 
     def take_cleared(self) -> None:

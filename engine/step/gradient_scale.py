@@ -54,6 +54,7 @@ class _Starts:
 
     def __call__(self, roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
         if current_graph_task() < 0:
+            # torch calls _engine_run_backward(roots, gradients, retain_graph, create_graph, inputs, ...).
             inputs = None if kwargs["accumulate_grad"] else args[3]
             for reference in list(self.listeners):
                 listener = reference()
@@ -72,7 +73,7 @@ _EDGE = "lowtide: edge of the engine"  # a key in the metadata of nodes of the g
 class GradientScale:
     """Turns sums over microbatches and data-parallel ranks into means.
 
-        loss --- x seed ---> param.grad --- summed ---> shard --- x rest ---> update
+        loss --- x seed ---> param.grad --- summed ---> shard --- x grad_scale ---> update
 
     The update multiplies by `grad_scale` in its pass over the shard. The seed is 1 if possible: then each tensor in the
     graph has the gradient of the loss as the caller passed it, also inputs of the engine and the graph before them.
@@ -242,7 +243,7 @@ class GradientScale:
     def _begin_given(self, loss: Node | None) -> None:
         """Register hooks that divide the gradient of seed x loss at each edge to nodes outside of the engine."""
         self._applied_in = current_graph_task()
-        if not self.is_given:
+        if not self.is_given:  # an error may have ended the last such backward without `_end_given`
             self._forget_given()
         ways = _ways_out(loss, self._own, self)  # before the first hook changes the graph
         if self.on_device is not None and (ways.out or ways.back):

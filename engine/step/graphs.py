@@ -197,6 +197,7 @@ class UpdateGraphs:
             self.graphs[case] = self._capture(*found, factor.clone(), torch.ones_like(skip))
         graph = self.graphs[case]
         gradients = [shard.gradient.shard for shard in self._optimizer.shards]
+        # The graph has the addresses of these tensors. A caller may have set another gradient.
         are_same = all(one is other for one, other in zip(gradients, graph.gradients, strict=True))
         return graph if are_same else None
 
@@ -244,7 +245,7 @@ class GraphRunner(ModelRunner):
         self._sequence = passes
         self._mesh = mesh
         self._torch = graphs_of(mesh.world.device)
-        self._pool = self._torch.graph_pool_handle()
+        self._pool = self._torch.graph_pool_handle()  # without it each graph would keep memory of its own
         self._max_graphs = max_graphs
         self.graphs: dict[Case, _Graph] = {}
         """Those that are captured."""
@@ -340,7 +341,7 @@ class GraphRunner(ModelRunner):
         self._times.clear()
         self._states = self._states[:1]
 
-    # -- the three ways of a microbatch ---------------------------------------------------------------------------
+    # -- eager, captured, replayed --------------------------------------------------------------------------------
 
     def _run_eagerly(self, steps: Steps, ready: Any) -> None:
         with self.passes.failing_forward(), steps.features.around():
@@ -422,6 +423,7 @@ class GraphRunner(ModelRunner):
         with self.passes.failing_forward():
             loss = self.model_call.loss(self.model_call.output(self._module, ready), ready)
         check_loss(loss, "backward")
+        # Past the methods of `ReplayedSequence`, which do nothing while `is_replayed`: here the hooks must run.
         UnitSequence.begin_backward(self._sequence, steps.accumulated.is_complete, None)
         steps.scale.apply(loss).backward()  # type: ignore[no-untyped-call]
         UnitSequence.end_backward(self._sequence)
@@ -431,6 +433,8 @@ class GraphRunner(ModelRunner):
         """Return the state after a capture: that before it, if its tensors and facts are the same."""
         after = [gradient.state() for gradient in steps.gradients]
         assert self._now is not None
+        # An equal state gives an equal `Case`: the third microbatch of a step, unless it is the last, and those after
+        # it replay the graph of the second.
         if self._now and all(one.is_at(other) for one, other in zip(before, after, strict=True)):
             return self._states[self._now]
         self._states.append(_State(len(self._states), after))

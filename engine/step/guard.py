@@ -62,9 +62,8 @@ class ParameterFingerprints:
             return ""
         if differs[0].device.type == "cpu":
             return self._first_difference(self._values, now) if any(map(bool, differs)) else ""
-        if (
-            self._looks and self._looks[-1][0] is self._values
-        ):  # a single comparison per step, over all its microbatches
+        # A single comparison per step, over all its microbatches.
+        if self._looks and self._looks[-1][0] is self._values:
             _, earlier = self._looks.pop()
             changed = zip(self._values, earlier, now, strict=True)
             now = [torch.where(then != old, then, last) for old, then, last in changed]
@@ -157,6 +156,7 @@ class ModelGuard(StepFeature):
         self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
         self._known = {id(param): name for _, name, param in members}
         self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
+        # "With a copy" of the table: shared or sharded with other ranks, or rounded from wider masters.
         watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
         self._watched = [(name, param) for group, name, param in members if id(group) in watched]
         self._places = dict(self._module.named_parameters(remove_duplicate=False))

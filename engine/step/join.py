@@ -158,6 +158,7 @@ class Join:
                 f"engine.join(): expected the same calls of the engine on all ranks that have data, found {listed}"
             )
         met, count = found[0]
+        # On every rank, with data or without: the weight of the step's losses follows from it.
         if met in (Call.BACKWARD, Call.LAST_BACKWARD):
             self.num_missing += self._mesh.world.size - count
         return met, count

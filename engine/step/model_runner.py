@@ -1,4 +1,4 @@
-"""The driver without a pipeline: each rank has the whole model, and hooks on it report the uses of units."""
+"""The runner without a pipeline: each rank has the whole model, and hooks on it report the uses of units."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class ImplicitBackward:
         return own
 
     def begin(self, arrived: nn.Parameter | None) -> None:
+        # Until `end`, which autograd calls: a user's code in between is inside of a call of the engine.
         self._call_guard.begin("loss.backward()", self._is_lost)
         try:
             self._progress.enter(Activity.BACKWARD, self._steps.accumulated.num_microbatches)
@@ -75,6 +76,7 @@ class ImplicitBackward:
 
     def abort(self) -> None:
         self._call_guard.end()
+        # The error itself has gone to the user from `loss.backward()`, past the engine.
         self._steps.abort_backward(StateError("loss.backward() was ended by an error"))
 
     def _is_lost(self) -> bool:

@@ -1,4 +1,4 @@
-"""The driver with a pipeline: the stages of this rank, and the executor that runs a schedule on them."""
+"""The runner with a pipeline: the stages of this rank, and the executor that runs a schedule on them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MicrobatchTurns:
 
 
 class PipelineRunner(StepFeature):
-    """The driver of this rank's stages. See `Runner`. All ranks of the pipe axis call the same methods together.
+    """Runs this rank's stages. See `Runner`. All ranks of the pipe axis call the same methods together.
 
     It is also a feature, which tells all ranks if a stage has failed.
     """
@@ -219,6 +219,7 @@ class PipelineRunner(StepFeature):
     def _marked(self, output: Any) -> Any:
         """Return the output of the last stage for a loss_fn. Received leaves become views."""
 
+        # `mark_output` marks tensors with a graph only. A received leaf needs the seed too.
         def inner(tensor: Tensor) -> Tensor:
             return tensor.view_as(tensor) if tensor.is_leaf and tensor.requires_grad else tensor
 

@@ -1,4 +1,4 @@
-"""The interface of the two drivers, which run the forwards and backwards of an engine."""
+"""The interface of the runners, which run the forwards and backwards of an engine."""
 
 from __future__ import annotations
 

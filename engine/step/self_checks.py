@@ -90,7 +90,7 @@ class SplitCheck(StepFeature):
         wrong = [distance > 0 for distance in self._trial.distances.values()]
         sums = torch.tensor(wrong, dtype=torch.int64, device=mesh.world.device)
         self._trial.check(mesh.sum_small(sums, "the check of split layers").tolist())
-        self._parts.steps.features.turn_off(self)
+        self._parts.steps.features.turn_off(self)  # all ranks at once, as they have the same sums
 
 
 class SavedActivations(StepFeature):

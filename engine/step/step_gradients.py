@@ -100,6 +100,7 @@ class StepGradients:
 
     def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         clipping, earlier = Clipping(max_norm, is_by_hand=True), self._steps.accumulated.clipping_by_hand
+        # Without a wait for the device: `SummedStep.factor_and_skip` computes the factor there.
         if norm_type == 2.0 and not error_if_nonfinite and earlier is None and self._mesh.world.device.type != "cpu":
             norm_there = self._norm_on_device()
             self._clip_by(clipping)

@@ -82,7 +82,7 @@ class Uses:
         updated = [one for one in gradients if one.group.plan.role is Role.UPDATED]
         self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in updated]
         self._num_bits = num_ranks.bit_length()
-        self._per_word = 63 // self._num_bits
+        self._per_word = 63 // self._num_bits  # of an int64, without the sign
         self._own = {place for _, places in self._places for place in places}
         self._all = self._packed(self._own)
         self._last: tuple[Sequence[int], frozenset[int]] = [], frozenset()  # (total, result) of the last `unused`
@@ -210,9 +210,8 @@ def sum_step(
     for loss in losses:
         is_wide |= loss.dtype == torch.float64
     known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
-    sums = sent(
-        torch.frombuffer(array("q", known), dtype=torch.int64), device
-    )  # torch.tensor takes three times as long
+    # torch.tensor takes three times as long.
+    sums = sent(torch.frombuffer(array("q", known), dtype=torch.int64), device)
     if squares:
         here = [part if part.device.type == device.type else sent(part, device) for part in squares]
         add_limbs(sums, torch.cat(here), 0, _BAD)
@@ -220,6 +219,7 @@ def sum_step(
         sums[_BAD] |= ~torch.stack([sent(one, device) for one in were_finite]).all()
     if changed is not None:
         sums[_CHANGED] |= changed
+    # Ranks that split the same layers have the same loss: one of them counts it.
     if losses and mesh.speaks:
         mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
         add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)

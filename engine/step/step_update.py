@@ -126,6 +126,7 @@ class StepUpdate:
             assert not isinstance(factor, Tensor)
             self._optimizer.start_delayed(factor)
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
+            # SPECULATIVE after a roll-back comes to the last branch, as AFTER_NORM.
             self._update_postponed(unused)
             self._optimizer.accept()
             pending.extend(shard.group.refresh(is_update=True) for shard in self._optimizer.shards)
@@ -180,6 +181,7 @@ class StepUpdate:
             self._optimizer.wait_for_updates()
         if not self._optimizer.thread.is_pending:
             return
+        # All ranks have a pending update here, or none has one. They raise together if it has failed on any.
         what = f"the end of update {self._optimizer.num_steps}"
         if self._mesh.sum_small(torch.tensor([int(self.has_failed())], device=self._mesh.world.device), what).item():
             self.raise_failure()
@@ -243,6 +245,7 @@ class StepUpdate:
             skip, counts = gradient.stats.is_bad(), True  # the host does not know if it is finite
         else:
             counts = gradient.check()
+        # SPECULATIVE needs no postponing: it is rolled back if it has left out other parameters (`has_missed`).
         if shard is not None and counts and self.timing is Timing.IN_BACKWARD:
             self._postpone(shard)
             counts = bool(shard.gradient.used)  # else all of it is postponed

@@ -207,8 +207,8 @@ class AccumulationState:
 class Steps:
     """Runs backwards, then updates the shards. All ranks call its methods in the same order.
 
-    backward   one call for each microbatch, or one for all of them; gradients are reduced as they arrive end
-    exact global norm, clip factor, update of the shards, new parameters for the next forward
+    backward   one call for each microbatch, or one for all of them; gradients are reduced as they arrive
+    end        exact global norm, clip factor, update of the shards, new parameters for the next forward
     """
 
     def __init__(
@@ -285,6 +285,7 @@ class Steps:
         """
         for feature in self.features.before_call:
             feature("a forward", Access.LOOKS)
+        # The step may still be rejected: a forward now must see the parameters of the last step.
         if self.accumulated.is_complete:
             self.roll_back()
         if self._is_apart:
@@ -303,7 +304,7 @@ class Steps:
             self.accumulated.refuse_backward()
         boundary = self.accumulated.would_complete(num_microbatches)
         on_final = self.update.begin_backward(boundary)
-        if on_final is not None:
+        if on_final is not None:  # parameters change in this backward
             self.num_changes += 1
         self.accumulated.is_complete = boundary
         self.accumulated.num_begun = self.accumulated.num_microbatches + num_microbatches
@@ -320,6 +321,7 @@ class Steps:
 
     def abort_backward(self, error: BaseException) -> None:
         """Forget the step whose backward `error` has interrupted."""
+        # First, as `abort` waits for reductions in flight: ranks that wait for this rank learn why it does not come.
         self._mesh.error_broadcast.broadcast(error)
         self._passes.abort(error)
         self.forget(error=error)
@@ -368,6 +370,7 @@ class Steps:
         for feature in self.features.before_call:
             feature("engine.step()", Access.CHANGES)
         self._mesh.world.progress.enter(Activity.UPDATE)
+        # A rank that still needs a round of gathers would wait in vain for ranks that wait in the sum.
         self._passes.await_others()
         self.num_changes += 1
         for begin in self.features.before_update:
@@ -377,19 +380,17 @@ class Steps:
         losses, what = self.accumulated.losses, f"the norm of step {number}"
         if self.join.num_missing:  # the mean over ranks of the weighted mean is the mean of all losses
             losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
-        inconsistencies, cleared = (
-            self.accumulated.inconsistencies.values(),
-            1 + crc32(str(self.cleared).encode()) if self.cleared else 0,
-        )
-        inconsistency = (
-            torch.stack([inconsistency.any() for inconsistency in inconsistencies]).any() if inconsistencies else None
-        )
+        doubts = [found.any() for found in self.accumulated.inconsistencies.values()]
+        inconsistency = torch.stack(doubts).any() if doubts else None
+        cleared = 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, inconsistency, cleared)
         grad_scale = self.grad_scale
+        # Only a rank without any gradient waits here, before it has launched the update: see [Note: one wait].
         has_nothing = self.update.uses.are_none and summed.read().is_without_gradients and summed.read().events[2] > 0
         is_started = not has_nothing and self._update_if_finite(summed, number, grad_scale)
         sums = summed.read()
         if is_started:
+            # The device has skipped the update for the same reasons: `SummedStep.factor_and_skip`.
             is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
             self.update.end_skipped(not is_wrong, sums.unused)
         if sums.num_changed:
@@ -416,6 +417,7 @@ class Steps:
             self.scale.loss_scaler.scale,
             skipped=bool(sums.num_bad),
         )
+        # All ranks have read the same sums, so from here on they raise, skip or update alike.
         if not is_started or sums.num_bad:
             self._update_or_skip(sums, norm, number, grad_scale)
         if not result.skipped:
@@ -468,6 +470,7 @@ class Steps:
     def _update_or_skip(self, sums: StepSums, norm: float, number: int, grad_scale: float) -> None:
         """Update by the sum that the host has read. If a gradient is not finite, skip in float16, else raise."""
         factor = self.accumulated.clipping.factor(norm) * grad_scale
+        # A speculative update has assumed the opposite of each of these. `end_step` then updates again.
         if sums.num_bad or sums.cleared or factor != grad_scale or self.update.has_missed(sums.unused):
             self.roll_back()
         if not sums.num_bad:

@@ -41,6 +41,7 @@ def parallel_dims_of(
         group_size = states_size if states_size % level_size or level_size % parallel.expert else level_size
     whole_size = group_size
     num_groups = data_size // states_size
+    # The ranks of "expert" are data-parallel too: a part of the shard group, or of the replicas if nothing is sharded.
     if policy.shards_states:
         group_size //= parallel.expert
     else:
@@ -66,6 +67,7 @@ def sharding_of(
     group first, then over all groups.
     """
     group = (SHARD, EXPERT, SEQUENCE)
+    # The first axis divides first. With hpZ the parameters at rest are divided over `group` alone, so it comes first.
     states = (*group, SECONDARY) if holds_all else (SECONDARY, *group)
     return ShardingSpec(
         states=states if policy.shards_states else (),

@@ -52,17 +52,17 @@ class Timing(Enum):
 class Blueprint:
     """A training before it is built: frozen, for any number of ranks, without process group or memory.
 
-    | decision                       | attribute                                                           |
-    |--------------------------------|---------------------------------------------------------------------|
-    | axes, and ranks on each        | `parallel_dims`: see `parallel_dims_of`                                 |
-    | division over axes             | `sharding`; `policy` is the ZeRO stage                                |
-    | units, groups, flat layouts    | `units` of the whole model; `places`, by `place_of`, of the ranks   |
-    | dtypes                         | `dtypes`; each group of a place has its dtypes                      |
-    | transport                      | `transport`                                                             |
-    | placement                      | `offload_plan`                                                             |
-    | order                          | `timing` of the updates; `pipeline.schedule` with stages            |
-    | optimizer                      | `optimizer`                                                         |
-    | bytes of a rank, by kind       | `footprint.bytes_of(blueprint, rank)`                               |
+    | decision                    | attribute                                                         |
+    |-----------------------------|-------------------------------------------------------------------|
+    | axes, and ranks on each     | `parallel_dims`: see `parallel_dims_of`                           |
+    | division over axes          | `sharding`; `policy` is the ZeRO stage                            |
+    | units, groups, flat layouts | `units` of the whole model; `places`, by `place_of`, of the ranks |
+    | dtypes                      | `dtypes`; each group of a place has its dtypes                    |
+    | transport                   | `transport`                                                       |
+    | placement                   | `offload_plan`                                                    |
+    | order                       | `timing` of the updates; `pipeline.schedule` with stages          |
+    | optimizer                   | `optimizer`                                                       |
+    | bytes of a rank, by kind    | `footprint.bytes_of(blueprint, rank)`                             |
 
     `initialize` makes one and `assemble` builds it. A planner makes many, from a model on the meta device, and compares
     their bytes. The cost does not depend on the number of ranks.
@@ -237,6 +237,7 @@ def _transports(
     config: Config, offload_plan: OffloadPlan, device: str, num_ranks: int, num_hosts: int
 ) -> tuple[str, str]:
     """Return the wanted transport and the transport it leads to."""
+    # Shared memory would keep a copy of all parameters, which are to rest in files.
     rests_in_pages = offload_plan.parameters is Placement.FILE and not offload_plan.is_apart and num_ranks > 1
     wanted = "sockets" if rests_in_pages else config.communication.transport
     return wanted, transport_for(wanted, device, num_ranks, num_hosts)

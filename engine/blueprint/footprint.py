@@ -192,6 +192,7 @@ class Footprint:
     def gathered(self, group: GroupPlan) -> int:
         """Return what full parameters take in addition to those at rest, which lie within them if pages move."""
         rest = group.full_bytes // self._counts(group.sharding).parameters
+        # The full buffer has separate memory: without pages, or because a quantized gather writes other values to it.
         is_rounded = group.weight_bits is not None and not group.sends_differences
         is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
         exact = group.shard_bytes if group.sends_differences else 0
@@ -358,6 +359,7 @@ class Footprint:
         known only for three groups.
         """
         is_known = len(parts) == _SLOTS_IN_TURN or not self._in_pipeline or self._blueprint.is_layered
+        # A backward then ends with a turn: slot k has the groups k, k + 3, ... in every backward.
         if is_known and len(parts) % _SLOTS_IN_TURN == 0:
             return sum(_exchanged(parts[turn::_SLOTS_IN_TURN], num_ranks) for turn in range(_SLOTS_IN_TURN))
         return _SLOTS_IN_TURN * _exchanged(parts, num_ranks)
@@ -383,6 +385,7 @@ class Footprint:
         if self._blueprint.timing is Timing.DELAYED:
             total += self._second(group)
         if self._blueprint.timing is Timing.SPECULATIVE and moment is MemoryPhase.REDUCED:
+            # `Speculation` has copied the states in memory, and the parameters that are not rounded master weights.
             total += total + self._second(group) + sum(self._copied_chunks(group))
         return total - sum(self._second_on_host(group, moment))
 

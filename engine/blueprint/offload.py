@@ -48,14 +48,14 @@ class OffloadPlan:
 
     @classmethod
     def of(cls, config: Config, device: str, has_rule: bool) -> OffloadPlan:
-        """Choose homes. device: the type of the model's. has_rule: the optimizer is one of the engine's rules.
+        """Choose placements. device: the type of the model's. has_rule: the optimizer is one of the engine's rules.
 
         Raises ValueError if something cannot rest where the config wants it.
         """
-        is_apart = model_is_apart(device)
+        is_apart = device != "cpu"
         zero = config.zero_optimization
         wanted = zero.offload_param.device if zero.offloads_parameters else "none"
-        parameters, states = _home(wanted, is_apart), _home_of_states(config, is_apart, has_rule)
+        parameters, states = _placement(wanted, is_apart), _placement_of_states(config, is_apart, has_rule)
         if parameters is Placement.FILE and not is_apart:
             _check_pages(config)
         notes = []
@@ -83,22 +83,12 @@ class OffloadPlan:
         return [group.name for group, stays in zip(trained, numels, strict=True) if self.updates_on_host and not stays]
 
 
-def model_is_apart(device: str) -> bool:
-    """Return whether memory of that device type is not host memory."""
-    return device != "cpu"
-
-
-def copies_for(world: World) -> HostCopies:
-    """Return the copier between model and host memory."""
-    return HostCopies(world.device)
-
-
 def host_update(config: Config, offload_plan: OffloadPlan, world: World) -> HostUpdate | None:
     """Return the host's update of offloaded states, or None if they are updated on the model's device."""
     if not offload_plan.updates_on_host:
         return None
     wanted = config.zero_optimization.offload_optimizer
-    return HostUpdate(copies_for(world), _pool(wanted, world))
+    return HostUpdate(HostCopies(world.device), _pool(wanted, world))
 
 
 def offloaded_states(config: Config, offload_plan: OffloadPlan, world: World) -> StateChunks:
@@ -134,13 +124,13 @@ def file_store(
     return FileStore(wanted.nvme_path, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
 
 
-def _home(wanted: str, is_apart: bool) -> Placement:
+def _placement(wanted: str, is_apart: bool) -> Placement:
     if wanted == "nvme":
         return Placement.FILE
     return Placement.HOST if wanted == "cpu" and is_apart else Placement.MODEL
 
 
-def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Placement:
+def _placement_of_states(config: Config, is_apart: bool, has_rule: bool) -> Placement:
     wanted = config.zero_optimization.offload_optimizer
     if not wanted.is_used:
         return Placement.MODEL
@@ -149,14 +139,14 @@ def _home_of_states(config: Config, is_apart: bool, has_rule: bool) -> Placement
             'offload_optimizer.overlap: "speculative" needs an optimizer of the config, whose updates can be undone, '
             'found an optimizer of the caller; set "none"'
         )
-    home = _home(wanted.device, is_apart)
-    if home is not Placement.MODEL and not has_rule:
+    placement = _placement(wanted.device, is_apart)
+    if placement is not Placement.MODEL and not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(
             f'offload_optimizer.device: "{wanted.device}" needs an optimizer of the config '
             f"({', '.join(OPTIMIZERS)}), found an optimizer of the caller with unknown states; set {other}"
         )
-    return home
+    return placement
 
 
 def _check_pages(config: Config) -> None:

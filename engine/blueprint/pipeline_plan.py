@@ -124,6 +124,7 @@ class PipelinePlan:
         """Add messages, reductions, and gathers if parameters are freed."""
         if self.is_layered:
             return schedule
+        # Equal times for all stages: each rank makes these lists, and they must agree, so nothing measured enters.
         costs = replace(Costs.uniform(schedule.num_stages), parameter_bytes=tuple(map(float, self.numel)))
         gathers = self.frees_parameters and not schedule.has_any(Op.GATHER)
         return complete(schedule, costs, gathers=gathers, budget=self.budget)

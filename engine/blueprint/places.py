@@ -63,11 +63,9 @@ def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: C
             tensor_shard, places = tensor.tensor_shard(param, place_on(TENSOR))
             found = ParallelShard(tensor_shard, (Replicas(TENSOR, places, are_added=False),) if len(places) > 1 else ())
         rows = None if experts is None else experts.rows(param, place_on(EXPERT))
-        return (
-            found
-            if rows is None
-            else replace(found, tensor_shard=found.tensor_shard.cut(0, *rows), portioned=(EXPERT,))
-        )
+        if rows is None:
+            return found
+        return replace(found, tensor_shard=found.tensor_shard.cut(0, *rows), portioned=(EXPERT,))
 
     return share
 
@@ -109,10 +107,6 @@ class Places:
             own, self.dtypes, self.sharding, self.parallel_dims, optimizer.role_of, shares, optimizer.is_matrix
         )
 
-    def last_plan(self, own: _Units) -> ModelPlan:
-        """Return the plan of ranks with the last part of their layers."""
-        return self.plan(own, 0, self.splits.degrees[0] - 1)
-
     def kinds(self) -> Callable[[nn.Parameter], Hashable]:
         """Return a function from a parameter to all that decides on its plan, in a place with the last part."""
         share_of = self._shares(0, self.splits.degrees[0] - 1)
@@ -150,7 +144,8 @@ class AlikePlaces:
             if stages not in self._stages:
                 self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())
             different = {id(units): units for units in self._stages[stages]}
-            made = {number: places.last_plan(units) for number, units in different.items()}
+            last = splits.degrees[0] - 1
+            made = {number: places.plan(units, 0, last) for number, units in different.items()}
             self._plans[key] = tuple(made[id(units)] for units in self._stages[stages])
         return self._plans[key]
 

@@ -102,7 +102,6 @@ class DeferredModel(LaterModel):
         if self.given and earlier is None:
             nbytes = sum(param.nbytes for param in self.given)
             logger.info("model: the builder made %d parameters with memory (%d bytes)", len(self.given), nbytes)
-        # the state when construction began
         self.random_state = torch.get_rng_state() if recording.random_state is None else recording.random_state
         self.peak_bytes = 0  # peak of real values alive at a time, known after `values` has run
         self._operations, self._constants, self._alive = recording.operations, recording.constants, recording.alive

@@ -28,7 +28,7 @@ Values = Iterator[tuple[nn.Parameter, Tensor]]
 
 _MESSAGE_BYTES = 1 << 18  # far below the size of a layer; a message for each norm and bias would be slow
 
-_OPEN = "_lowtide_engine"  # attribute of an engine's modules: (id of the module, is it the model, the ledger)
+_OPEN = "_lowtide_engine"  # attribute of an engine's modules: (id of the module, is it the model, its patches)
 _DIVIDED = "_lowtide_divided"  # attribute of a model that has only parts of some layers: the axes
 LossFn = Callable[[Any, Any], Tensor] | None
 Model = nn.Module | Callable[[], nn.Module] | LaterModel
@@ -55,6 +55,7 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     except NotRecordedError as error:
         refusal = error
     if not isinstance(model, LaterModel):
+        # If any rank cannot record, none does: `values_of` broadcasts, and a recorded model draws on each rank.
         refusal = next((one for one in world.gather_objects(refusal) if one is not None), None)
         if refusal is not None:
             module = _built_in_turn(model, world, refusal)
@@ -121,6 +122,7 @@ def take(module: nn.Module, patches: ModelPatches) -> None:
     """
     parts = dict(module.named_modules())
     _close_lost(parts.values())
+    # A copy of a module has the note too, but another id.
     found = [name for name, part in parts.items() if part.__dict__.get(_OPEN, ())[:2] == (id(part), True)]
     if found or module.__dict__.get(_OPEN, ())[:2] == (id(module), False):
         what = f"its '{found[0]}'" if found and found[0] else f"this {type(module).__name__}"
@@ -217,6 +219,7 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
     digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
     if len(set(world.gather_objects(digest))) == 1:
         return
+    # Only now the whole texts, which are large: all ranks have seen that digests differ.
     everyone = world.gather_objects((settings, params))
     for what, index in (("config", 0), ("model", 1)):
         for rank, described in enumerate(everyone):

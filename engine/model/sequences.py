@@ -146,6 +146,7 @@ class Sequences:
         trial = self._data_at(0, 1).trial(batch, self._device)
         attention = self._attention
         before, attention.is_alone, attention.fault = attention.num_calls, True, None
+        # No other rank of the axis takes part in these forwards: `_data_at` divides for ranks that do not exist.
         try:
             with in_eval_mode(self._module):
                 if output_of is not None and not has_labels:

@@ -32,14 +32,6 @@ Scaled = Callable[[Tensor], Tensor]
 """Scale the loss of a microbatch before its backward."""
 
 
-def _as_it_is(loss: Tensor) -> Tensor:
-    return loss
-
-
-def _nothing_around(action: Action) -> AbstractContextManager[None]:
-    return nullcontext()
-
-
 class StageMemory(Protocol):
     """Handles parameters and gradients of a stage at the moments that a schedule names."""
 
@@ -109,7 +101,7 @@ class Executor:
         forward: Callable[[nn.Module, Any], Any],
         loss: Callable[[Any, Any], Tensor],
         patches: ModelPatches,
-        around: Callable[[Action], AbstractContextManager[None]] = _nothing_around,
+        around: Callable[[Action], AbstractContextManager[None]] = lambda action: nullcontext(),
     ) -> None:
         """place: this rank's coordinate on the pipe axis. forward(module, microbatch) -> output.
 
@@ -143,7 +135,7 @@ class Executor:
         """True if a stage of this rank, or an earlier stage that feeds it, raised."""
         self._begin(())
 
-    def run(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> list[Tensor]:
+    def run(self, microbatches: Sequence[Any], scaled: Scaled = lambda loss: loss) -> list[Tensor]:
         """Execute all actions and add up the gradients of scaled(loss). Returns the losses, on the last stage's rank.
 
         microbatches: `schedule.num_microbatches`, the same on every rank of the pipe axis.
@@ -194,7 +186,7 @@ class Executor:
             self._end_gradients(action)
         return []
 
-    def _begin(self, microbatches: Sequence[Any], scaled: Scaled = _as_it_is) -> None:
+    def _begin(self, microbatches: Sequence[Any], scaled: Scaled = lambda loss: loss) -> None:
         self._run = _Run(microbatches, scaled, self._stages)
         self.messages.begin([shapes_in(microbatch) for microbatch in microbatches])
         for weights in self._weights.values():
@@ -205,6 +197,7 @@ class Executor:
         if action.op in COMPUTE_OPS:
             self._memory.use(action.stage)
         self.has_failed = self.has_failed or self.messages.sender_failed
+        # Collectives of the data-parallel ranks: they come at this action on all of them, failed or not.
         self._begin_gradients(action)
         if action.op in COMPUTE_OPS and not self.has_failed:
             try:
@@ -264,6 +257,7 @@ class Executor:
     def _do_forward(self, action: Action) -> None:
         key, run = _key_of(action), self._run
         stage, microbatch = self._stages[action.stage], run.microbatches[key[1]]
+        # From another rank, or from the previous stage on this rank; neither for stage 0.
         received = self.messages.take_output(key) or run.inputs.pop(key, None)
         if received is not None and not self.schedule.is_forward_only:
             run.entries[key] = Entry(received)
@@ -297,7 +291,7 @@ class Executor:
         graph = run.graphs.pop(key)
         gradients = self._gradients_of(key)
         with weights:
-            if graph:
+            if graph:  # empty if no tensor needs a gradient, or after zeros in the place of the output
                 torch.autograd.backward(graph, gradients)
         del graph, gradients  # free them before `entry.gradients` may allocate zeros
         entry = run.entries.pop(key, None)

@@ -77,6 +77,7 @@ class Messages:
 
     def zeros_if_shapes_differ(self, stage: int, microbatch: int, carried: Carried) -> Carried | None:
         """Return zeros if the stage returned other shapes than were agreed, and set `difference`; else None."""
+        # The receiver allocates buffers by the spec of the first batch of this kind.
         spec = self._returned.setdefault((stage, self._kinds[microbatch]), carried.spec)
         if spec == carried.spec:
             return None

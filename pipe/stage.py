@@ -89,6 +89,7 @@ class Stage:
             result = self._replayed.run(replay, call)
             if isinstance(result, LeaveForward):
                 carried = self._carried(call, replay, result, outputs)
+                # At most once: `_carried` has noted what the next stage needs, so the second run keeps it.
                 return carried if carried is not None else self.run(call, received)
         self._check_finished(replay)
         replay.values = None

@@ -120,6 +120,7 @@ def add_reduces(schedule: Schedule) -> Schedule:
         row: list[Action] = []
         complete_stages: list[int] = []
         for action in actions:
+            # Sends first, as another rank waits for them. Releases too, as they make room.
             if action.op not in (*SEND_OPS, Op.RELEASE):
                 row += [Action(Op.REDUCE, stage) for stage in complete_stages]
                 complete_stages = []

@@ -96,6 +96,7 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        # An operator that C++ code calls: Python calls are handled by `__torch_function__`.
         leaves = tree_leaves((args, kwargs or {}))
         absent = next(leaf for leaf in leaves if isinstance(leaf, Absent))
         raise ValueError(f"{func} needs values that {_not_here(absent)}")

@@ -78,6 +78,7 @@ def description(output: Any, block: str) -> Any:
 
 def _replace_modes(top: Sequence[TorchFunctionMode], new: Sequence[TorchFunctionMode]) -> None:
     """Replace the modes at the top of torch's stack."""
+    # torch has no public way to take a mode out from below other modes.
     for _ in top:
         torch._C._pop_torch_function_stack()
     for mode in new:

@@ -34,7 +34,7 @@ class ReplayedModel:
     """Replays a model's forward for the stages of this rank. The model holds the parameters of these stages alone."""
 
     def __init__(self, model: nn.Module, plan: SplitPlan, stages: Sequence[int], patches: ModelPatches) -> None:
-        """Remove the parameters of all remaining stages for good. The ledger can undo the overrides of the blocks."""
+        """Remove the parameters of all remaining stages for good. patches: can undo the overrides of the blocks."""
         self.module = model
         self._plan = plan
         self._active: Replay | Probe | None = None
@@ -46,8 +46,9 @@ class ReplayedModel:
         _drop_buffers_from_state(model, {name for stage in stages for name in plan.buffers[stage]}, patches)
         self._examples = _example_of_each_dtype(model)
         for number, block in enumerate(blocks.values()):
+            # Around the block's hooks: hooks of a skipped block must not run (test_stage_hooks). If it is set,
+            # `nn.Module.__call__` calls `_compiled_call_impl` instead of `_call_impl`, which runs the hooks.
             inner = block._compiled_call_impl or block._call_impl
-            # Around the block's hooks: hooks of a skipped block must not run (test_stage_hooks).
             patches.override(block, "_compiled_call_impl", partial(self._call_block, number, inner))
 
     @property

@@ -192,6 +192,7 @@ def check_stages(num_blocks: int, num_stages: int) -> None:
 
 def _smallest_limit(num_blocks: int, num_stages: int, cost: _Cost) -> float:
     """Find the minimal cost of the costliest stage."""
+    # best[end]: the smallest limit if the stages so far have the first `end` blocks.
     best = [cost(0, 0, end) if end else float("inf") for end in range(num_blocks + 1)]
     for stage in range(1, num_stages):
         following = [float("inf")] * (num_blocks + 1)
@@ -208,6 +209,8 @@ def _smallest_limit(num_blocks: int, num_stages: int, cost: _Cost) -> float:
 def _most_even(num_blocks: int, num_stages: int, cost: _Cost, limit: float) -> tuple[int, ...]:
     """Find the partition with the minimal sum of squares in which every stage costs at most `limit`."""
     infinite = float("inf")
+    # best[end]: the smallest sum if the stages so far have the first `end` blocks. begins[stage][end]: where, then, the
+    # last of these stages begins.
     best = [cost(0, 0, end) ** 2 if end and cost(0, 0, end) <= limit else infinite for end in range(num_blocks + 1)]
     begins: list[list[int]] = [[0] * (num_blocks + 1)]
     for stage in range(1, num_stages):

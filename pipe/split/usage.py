@@ -202,6 +202,7 @@ class _ForwardReader:
         functions = [part.id for part in given if isinstance(part, ast.Name) and part.id in self._functions]
         lambdas = [part.body for part in given if isinstance(part, ast.Lambda)]
         arguments = [part for part in given[1:] if not isinstance(part, ast.Lambda)]
+        # `self.a(x)(self.b)` runs `self.a` before it reads `self.b`. In `self.a(self.b(x))` the argument runs first.
         called_first = any(isinstance(inner, ast.Call) for inner in ast.walk(node.func))
         if called_first:
             self._visit_chain(node.func, me, strong=True)

@@ -78,4 +78,5 @@ class _Package(ModuleType):
         return sorted({*super().__dir__(), *__all__})
 
 
+# A class, as a module of its own kind: PEP 562 has `__getattr__` of a module, but no `__setattr__`.
 sys.modules[__name__].__class__ = _Package

@@ -95,6 +95,7 @@ def _row_stride(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
     if shape[-1] > 1 and strides[-1] != 1:
         return None
     dims = [(size, stride) for size, stride in zip(shape[:-1], strides, strict=False) if size != 1]
+    # Rows at equal distances: a step of each outer dimension passes all rows of the next dimension.
     for (_, outer), (size, inner) in pairwise(dims):
         if outer != size * inner:
             return None

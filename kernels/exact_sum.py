@@ -2,7 +2,7 @@
 
 The global gradient norm adds a partial sum for each block of elements. The rank of a block depends on the ZeRO stage,
 and floating-point addition is not associative, so the partial sums are added as integers. A float64 m * 2^e is cut into
-three limbs of 32 bits at multiples of 2^32. Limbs are added in int64, which is exact for 2^31 values, locally and
+three limbs of 32 bits at multiples of 2^32. Limbs are added in int64, which is exact for 2^30 values, locally and
 across ranks. Results stay on the device, and the host does not wait.
 Source: superaccumulator, Kulisch, "Computer Arithmetic and Validity" (2013), chapter 8.
 """
@@ -45,7 +45,8 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
     integer = (mantissa * 2.0**53).to(torch.int64)  # exact, and below 2^53
     position = exponent.to(torch.int64) + (BIAS_BITS - 53)
     index, shift = position >> 5, position & (_LIMB_BITS - 1)
-    # Each half, shifted, spans two limbs: half << shift = (half << shift) mod 2^32 + carry * 2^32.
+    # Each half, shifted, spans two limbs: half << shift = (half << shift) mod 2^32 + carry * 2^32. Of a negative value
+    # only the high half is negative (two's complement). The middle limb gets less than 1.5 * 2^32 from a value.
     low, high = (integer & _MASK) << shift, (integer >> _LIMB_BITS) << shift
     limbs = sums[row : row + NUM_LIMBS]
     limbs.index_add_(0, index, low & _MASK)

@@ -149,7 +149,7 @@ def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: 
     exponent.clamp_(max=252)
     scale.copy_(((exponent + 1) << 23).view(torch.float32).masked_fill(is_broken, torch.nan).view(-1))
     y = blocks.abs() * ((253 - exponent) << 23).view(torch.float32)
-    random = torch.full_like(bits, 1 << (_MANTISSA_SHIFT - 1))
+    random = torch.full_like(bits, 1 << (_MANTISSA_SHIFT - 1))  # half a step, which rounds to nearest
     if noise is not None:
         random.view(-1)[:numel] = noise & ((1 << _MANTISSA_SHIFT) - 1)
     top = _top_exponent(payload.dtype)
@@ -157,7 +157,7 @@ def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: 
     subnormal = (y * 2.0 ** (2 + top) + random.float() * 2.0**-_MANTISSA_SHIFT).nan_to_num_(0, 0, 0).to(torch.int32)
     code = torch.where(y < 2.0 ** (1 - top), subnormal, normal)
     if payload.dtype == torch.int8:
-        code |= (bits >> 24) & -0x80
+        code |= (bits >> 24) & -0x80  # the sign: the shift is arithmetic, so it is -128 or 0
     else:
         code.masked_fill_((code == 0) & (y > 0), 1)
     payload.copy_(code.masked_fill_(is_broken, 0).view(-1)[:numel])

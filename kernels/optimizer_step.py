@@ -242,6 +242,7 @@ class UpdateLaunches:
             nonlocal end
             one = self._triton.UpdateLaunch(optimizer, used, step, merges_equal=False)
             numel = len(one.numbers_at(step)) // 4
+            # Launches with the same options and the same seed read the same numbers.
             key = (one.sources, used[0].rounding and used[0].rounding.seed)
             is_new = key not in offsets
             low = offsets.setdefault(key, end)

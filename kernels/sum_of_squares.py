@@ -85,6 +85,7 @@ def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:
 def _squares_of_rows(blocks: Tensor) -> Tensor:
     dtype = torch.promote_types(blocks.dtype, torch.float32)
     squares: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=dtype).double().square()
+    # On the CPU the host may look. On a device it would wait, so there the wide form is always computed.
     if dtype == torch.float64 or (blocks.device.type == "cpu" and bool(torch.isfinite(squares).all())):
         return squares
     wide: Tensor = torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64)  # float32 overflows above 1e19

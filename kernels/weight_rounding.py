@@ -90,7 +90,7 @@ def split_weights(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     drawn = values.view(torch.int32) + (noise >> 24 & 0xFF) & ~0xFF
     nearest = (drawn + 0x8000) >> 16
     rest = (drawn >> 8) - (nearest << 8)
-    is_nan = values.isnan()
+    is_nan = values.isnan()  # a carry could make any bits of it, such as -0.0
     nearest, rest = nearest.masked_fill(is_nan, 0x7FC0), rest.masked_fill(is_nan, 0)
     return nearest.to(torch.int16).view(torch.bfloat16), rest.to(torch.int8)
 

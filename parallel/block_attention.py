@@ -173,6 +173,7 @@ class Scores:
             else:
                 of_value += (weights * kept).transpose(-1, -2) @ given
                 of_weights *= kept
+            # The softmax subtracts the sum of dP x P over the keys of all blocks, which is dO . O of the query.
             of_weights -= (given * had).sum(-1, keepdim=True)
             of_scores = weights.mul_(of_weights).mul_(self.scale)
             _chunk(of_query, part, heads).copy_(_unfolded(of_scores @ key, of_query, part, heads))
@@ -265,6 +266,7 @@ class Outputs:
     def add(self, part: slice, out: Tensor, lse: Tensor) -> None:
         """Add the outputs of some queries over further keys."""
         total = torch.logaddexp(self.lse[:, :, part], lse)
+        # Both outputs are divided by their own sums of exponentials: weigh them by their parts of the total.
         had, more = (_weights(one[..., None], total) for one in (self.lse[:, :, part], lse))
         self.out[:, :, part].mul_(had).addcmul_(out.to(self.out.dtype), more)
         self.lse[:, :, part] = total

@@ -366,9 +366,10 @@ class _TiledCrossEntropy(torch.autograd.Function):
         for part in even_tiles(hidden.shape[0], tile):
             x = functional.linear(hidden[part], weight, bias).to(wide)
             numbers[0, part] = x.amax(dim=1)
+            # Before the exponentials, which overwrite x.
             numbers[2, part] = x.gather(1, own[part, None])[:, 0].where(is_own[part], 0)
             numbers[1, part] = x.sub_(numbers[0, part, None]).exp_().sum(dim=1)
-            del x
+            del x  # else two tiles would exist during the next product
         parts = exchange.gather(numbers[None], 0, "the loss of logits")
         overall = parts[:, 0].amax(dim=0)
         lse = overall + (parts[:, 1] * (parts[:, 0] - overall).exp()).sum(dim=0).log()

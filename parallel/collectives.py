@@ -55,6 +55,7 @@ class _GatheredAndJoined(torch.autograd.Function):
         ctx.added = x.shape[dim] * exchange.size - length
         ctx.set_materialize_grads(False)
         gathered = exchange.gather(x, dim, f"the input of {what}").narrow(dim, 0, length).contiguous()
+        # A second tensor of the same memory, so that autograd keeps the gradients of the two uses apart.
         return gathered, gathered.new_empty(0).set_(gathered)  # type: ignore[call-overload]  # as torch has it
 
     @staticmethod

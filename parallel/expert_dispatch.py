@@ -142,10 +142,11 @@ class TokenWay:
         came = self.exchange.swap_rows(both, self._choices, f"choices of {self.what}")
         parts = torch.split(came, [numbers.element_size(), weights.element_size()], dim=1)
         kinds = numbers.dtype, weights.dtype
+        # Clones, which are aligned for their dtype.
         found = [
             part.clone(memory_format=torch.contiguous_format).view(kind)[:, 0]
             for part, kind in zip(parts, kinds, strict=True)
-        ]  # clones are aligned for their dtype
+        ]
         return found[0], found[1]
 
     def choices_back(self, y: Tensor, what: str) -> Tensor:
@@ -233,16 +234,19 @@ def order_of(choices: Tensor, own: int, size: int) -> tuple[Tensor, Tensor, Tens
     k) int64, the choices in each slot.
     """
     tokens, k = choices.shape
+    # floor: a negative number, which is no expert, must not become 0.
     rank_of = choices.long().div(own, rounding_mode="floor")
     rank_of = rank_of.where((rank_of >= 0) & (rank_of < size), size)  # size: a choice of no expert
     is_there = rank_of.unsqueeze(0) == torch.arange(size, device=choices.device).view(-1, 1, 1)  # (ranks, tokens, k)
     numbers = is_there.sum(2)
     order = torch.argsort(numbers, dim=1, descending=True, stable=True)
+    # Slot n of a rank has a choice of each token with more than n choices there.
     slots = (numbers.unsqueeze(2) > torch.arange(k, device=choices.device)).sum(1)
     places = torch.empty_like(order).scatter_(1, order, torch.arange(tokens, device=order.device).expand_as(order))
     # For each choice: how many choices of its token precede it on its rank, and the row of its token there.
     slot = ((is_there.cumsum(2) - 1) * is_there).sum(0)
     place = (places.unsqueeze(2) * is_there).sum(0)
+    # By rank, then slot, then row: a single sort, without a value read by the host.
     key = (rank_of * k + slot) * max(tokens, 1) + place
     return order, torch.argsort(key.reshape(-1), stable=True), slots
 

@@ -48,6 +48,7 @@ class ExpertSums:
         if _BIAS in layer.parameters and exchange.place:
             patches.override(module, "forward", partial(_without_bias, module, module.forward))
         low, high = layer.inputs[exchange.place]
+        # A forward that divides by its inner width must see that of its part.
         for key, value in list(vars(module).items()):
             if "intermediate" in key and type(value) is int and value == layer.inputs[-1][1]:
                 patches.override(module, key, high - low)
@@ -192,10 +193,8 @@ class SplitLayers:
     def _override_padding(self, module: nn.Embedding, layer: LayerSplit, first: int, patches: ModelPatches) -> None:
         """Set `padding_idx` to its local row number, or to None if another rank has the row."""
         if module.padding_idx is not None:
-            own, count = (
-                module.padding_idx - first,
-                layer.parameters["weight"].tensor_shards[self._exchange.place].shape[0],
-            )
+            own = module.padding_idx - first
+            count = layer.parameters["weight"].tensor_shards[self._exchange.place].shape[0]
             patches.override(module, "padding_idx", own if 0 <= own < count else None)
 
     # -- columns --------------------------------------------------------------------------------------------------

@@ -95,9 +95,8 @@ class Ring:
         return min(half, 2 * self.size - 1 - half)
 
     def _traded(self, tensors: Sequence[Tensor], to: Sequence[int], of: Sequence[tuple[int, int]]) -> list[Tensor]:
-        halves = [
-            one.view(*one.shape[:2], 2, -1, one.shape[3]).movedim(2, 0) for one in tensors
-        ]  # (2, rows, heads, half, size)
+        # (2, rows, heads, half, size)
+        halves = [one.view(*one.shape[:2], 2, -1, one.shape[3]).movedim(2, 0) for one in tensors]
         pieces = torch.cat([one.flatten(1) for one in halves], dim=1)
         beside = self.exchange.place % self.stride
         at = [place * self.stride + beside for place in to]
@@ -130,6 +129,7 @@ class _RingAttention(torch.autograd.Function):
         query, key, value = ring.to_balanced([query, key, value])
         outputs = Outputs(query, value)
         blocks, shapes = _packed([key, value]), (key.shape, value.shape)
+        # The blocks of the next hop are in flight while this hop computes.
         for hop in range(ring.hops + 1):
             arriving = ring.next(blocks, 1, _KEYS) if hop < ring.hops else None
             there, those = _unpacked(blocks, shapes)
@@ -168,6 +168,8 @@ class _RingAttention(torch.autograd.Function):
                     of_query[:, :, part] += found[0]
                     of_key[:, :, of] += found[1]
                     of_value[:, :, of] += found[2]
+            # Waits come in the order of the starts (`Collectives.trade`): the sums of a hop, then the keys of the next.
+            # After the last hop the sums are `hops` places from the rank of their keys.
             if coming is not None:
                 summed += coming.wait()
             if ring.hops:

@@ -255,7 +255,7 @@ class SequenceAttention:
         self.has_eager_ring |= name == "eager"
         generator = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (groups, 1, 1))
-        query *= 8
+        query *= 8  # large scores, so that a cap shows
         right = (query @ key.transpose(-1, -2) * scale).softmax(-1) @ value
         mask = torch.zeros(1, 1, 3, 3) if name == "eager" else None
         given = {**options, "dropout": 0.0, "is_causal": False}

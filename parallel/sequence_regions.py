@@ -168,7 +168,7 @@ class SequenceParallelRegions:
         if self.is_plain:
             output = inner(*args, **kwargs)
             return _with_first(output, _first_of(block, output))
-        is_again = torch._C._current_graph_task_id() != -1
+        is_again = torch._C._current_graph_task_id() != -1  # autograd runs: a recomputation in the backward
         if is_first:
             length, seed = hidden.shape[-2], 0
             if block.module.training and self._draws_alike:
@@ -200,6 +200,7 @@ class SequenceParallelRegions:
             stream.last, stream.last_name = None if is_last else weakref.ref(made), block.name
             if self._watch is not None and not is_last:
                 self._watch.note(made, block.name)
+        # A recomputation may be of this block alone. The code behind it must find the common state, as in the forward.
         if is_last or is_again:
             self._randomness.return_to_common()
         return _with_first(output, made)

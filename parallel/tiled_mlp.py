@@ -41,7 +41,7 @@ _TOLERANCE = 0.02  # relative to the largest value: products of other shapes sum
 
 
 def put_in_tiles(modules: Iterable[tuple[str, nn.Module]], tokens: int | None, patches: ModelPatches) -> None:
-    """Replace the forwards of (name, module) pairs by forwards in tiles. The ledger can undo it.
+    """Replace the forwards of (name, module) pairs by forwards in tiles. patches: can undo it.
 
     tokens: of a tile; None: the width of the input, at least MIN_TILE.
     """

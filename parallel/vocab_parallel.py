@@ -202,25 +202,10 @@ def _of_whole(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in (
-    "eq",
-    "ne",
-    "lt",
-    "le",
-    "gt",
-    "ge",
-    "pow",
-    "rpow",
-    "rsub",
-    "rtruediv",
-    "matmul",
-    "rmatmul",
-    "abs",
-    "iter",
-):
-    setattr(
-        VocabParallelLogits, f"__{_name}__", _of_whole(f"__{_name}__")
-    )  # Python looks up operators on the class only
+# Python looks up operators on the class only.
+_OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "pow", "rpow", "rsub", "rtruediv", "matmul", "rmatmul", "abs", "iter")
+for _name in _OPERATORS:
+    setattr(VocabParallelLogits, f"__{_name}__", _of_whole(f"__{_name}__"))
 
 
 def _is_covered(

@@ -142,6 +142,7 @@ class CheckpointFolder:
         target = self.saving_folder(tag)
         shutil.rmtree(target, ignore_errors=True)
         try:
+            # The owner first: a folder without an owner could not be told from that of a dead job.
             self._owner_of(tag).write_text(WritingProcess.this().model_dump_json())
             target.mkdir()
         except OSError:
@@ -171,12 +172,14 @@ class CheckpointFolder:
         metadata = metadata_bytes(manifest.tensors, prefixed, optimizer, rows)
         write_durably(saving / DCP_METADATA, metadata)
         files.append(FileEntry(name=DCP_METADATA, nbytes=len(metadata), crc32=zlib.crc32(metadata)))
+        # The manifest last: a folder with it counts as a checkpoint, see `find` and `_manifests`.
         complete = {"files": tuple(files), "saved_at": self._next_moment()}
         manifest.model_copy(update=complete).write(saving / MANIFEST)
         sync_folder(saving)
         self._take_name(saving, manifest.tag)
         if is_latest:
             self._write_latest(manifest.tag)
+        # From here on the checkpoint is safe: what cannot be removed stays, with a warning.
         with _tolerated(self._owner_of(manifest.tag)):
             self._owner_of(manifest.tag).unlink(missing_ok=True)
         if keep_last is not None:

@@ -176,6 +176,7 @@ class CheckpointReader:
         """Fill the targets of neighbouring reads in a file. Returns the number of bytes read."""
         rank = batch[0].rank
         targets = [read.targets() for read in batch]
+        # A chunk goes directly into its target, or into a piece of this thread's buffer: verified, then distributed.
         fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
         sizes = [0 if fit else _rounded(read.nbytes) for read, fit in zip(batch, fits, strict=True)]
         pieces = torch.split(self._buffer(sum(sizes)), sizes)

@@ -89,7 +89,7 @@ class Checkpointer:
         Waits for an earlier save first. Raises CheckpointError on every rank if any fails; with `async` a later call
         of this method or of `wait` raises it.
         """
-        self.wait()
+        self.wait()  # an earlier save may have the same tag, and `_under_way` holds a single job
         has_own_tag = tag is not None
         tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
         what = f"saving checkpoint '{tag}' to {display_path(folder)}"
@@ -102,6 +102,8 @@ class Checkpointer:
         left_out = self._frozen.to_leave_out() if self._config.checkpoint.exclude_frozen_parameters else {}
         names = self._optimizer_names(bool(states))
         manifest = self._manifest(tag, has_own_tag, step, encoded, states, left_out)
+        # Each block ends when all ranks have come to its end: the folder exists before any rank writes into it, and all
+        # parts are on the disk before rank 0 commits. An error of one rank is an error of all, so all come to `except`.
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
         commit = partial(self._commit, target, manifest, names, is_latest) if self._world.rank == 0 else None
@@ -200,6 +202,7 @@ class Checkpointer:
         what = f"loading checkpoint '{tag}' from {target.path}"
         hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
         undo = ExitStack()
+        # First all that can fail without a change, or be undone; then, behind `changed`, the parameters and states.
         try:
             with all_or_none(self._world, what, hint + "Nothing was changed."):
                 checkpoint = target.open(tag)

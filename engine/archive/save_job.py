@@ -78,6 +78,7 @@ class SaveJob:
             self._is_written.set()
         if self._commit is not None and self.write_error is None:
             try:
+                # Not by a collective: this thread runs beside the training's collectives.
                 self._wait_for_others()
                 if not self._is_cancelled.is_set():
                     self._commit()

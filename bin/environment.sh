@@ -64,10 +64,12 @@ install_lowtide() { # EXTRA
     say "installing lowtide and its [$1] packages into .venv (the first time this takes minutes: torch is large)"
     rm -f "$stamp"
     cd "$root"
-    if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c bin/constraints.txt -e ".[$1]"; then
+    # Python compiles the modules that it imports; pip would compile 20,000 more, one after the other.
+    local pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
+    if ! "${pip[@]}" -c bin/constraints.txt -e ".[$1]"; then
         printf 'pip found no way to install the versions of bin/constraints.txt with %s; trying those that fit it\n' \
             "$("$venv/bin/python" --version)" >&2
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -e ".[$1]" ||
+        "${pip[@]}" -e ".[$1]" ||
             fail "pip could not install lowtide; its message stands above"
     fi
     printf '%s\n' "$wanted" >"$stamp"

@@ -61,7 +61,7 @@ class MatrixTrip:
             }
         given = [values[p.offset_in_shard :][: p.numel] for p in self._to_owners(place)]
         counts = self._counts()
-        arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices of {self.group.plan.name}")
+        arrived = self._swap(_joined(given, values), counts, f"matrices of {self.group.plan.name}")
         owned = {
             i: values.new_empty(param_view.numel) for i, param_view in enumerate(param_views) if self.owners[i] == place
         }
@@ -84,11 +84,15 @@ class MatrixTrip:
             if param_shard.index in owned
         ]
         counts = tuple(zip(*self._counts(), strict=True))
-        arrived = self.exchange.swap_rows(_joined(given, values), counts, f"matrices back to {self.group.plan.name}")
+        arrived = self._swap(_joined(given, values), counts, f"matrices back to {self.group.plan.name}")
         low = 0
         for param_shard in self._to_owners(self.exchange.place):
             values[param_shard.offset_in_shard :][: param_shard.numel] = arrived[low : low + param_shard.numel]
             low += param_shard.numel
+
+    def _swap(self, values: Tensor, counts: tuple[tuple[int, ...], ...], what: str) -> Tensor:
+        """Send values of the host through the device, since a group of devices refuses host memory."""
+        return self.exchange.swap_rows(values.to(self.group.shard.device), counts, what).to(values.device)
 
     def _to_owners(self, place: int) -> list[ParamShard]:
         """The pieces of a rank, in the order of their owners."""

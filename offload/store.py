@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,10 @@ class HostStore:
     """Keeps copies in host memory. Raises OffloadError above the pool's limit.
 
     Device tensors are copied on a separate stream, after all work queued on the current stream.
+
+    [Note: dropped memory]
+    The pool reuses host memory without regard to streams, so it gets memory back when the last copy is done. `drop`
+    does not wait for this. `save` does, before it would let the pool grow.
     """
 
     alignment_bytes = 64  # a cache line
@@ -107,6 +112,7 @@ class HostStore:
         self._streams: dict[torch.device, torch.Stream] = {}
         self._kept: dict[str, Tensor] = {}
         self._running: dict[str, torch.Event] = {}
+        self._dropped: deque[tuple[torch.Event, Tensor]] = deque()  # [Note: dropped memory]
         self._is_closed = False
 
     def reserve(self, sizes: Iterable[int]) -> None:
@@ -124,7 +130,7 @@ class HostStore:
         if kept is None or kept.numel() != values.numel():
             if kept is not None:
                 self.drop(key)
-            kept = self._kept[key] = self.pool.take(values.numel())
+            kept = self._kept[key] = self._take(values.numel())
         return self._copy(key, values, into=kept, caller=values)
 
     def load(self, key: str, out: Tensor) -> Transfer:
@@ -137,16 +143,35 @@ class HostStore:
     def drop(self, key: str) -> None:
         if key not in self._kept:
             raise closed_error(key) if self._is_closed else unknown_key_error(key)
+        kept = self._kept.pop(key)
         if running := self._running.pop(key, None):
-            running.synchronize()  # the pool reuses host memory without regard to streams
-        self.pool.give(self._kept.pop(key))
+            self._dropped.append((running, kept))
+        else:
+            self.pool.give(kept)
 
     def close(self) -> None:
         for key in list(self._kept):
             self.drop(key)
+        for copied, kept in self._dropped:
+            copied.synchronize()
+            self.pool.give(kept)
+        self._dropped.clear()
         self._is_closed = True
         if self._owns_pool:
             self.pool.close()
+
+    def _take(self, nbytes: int) -> Tensor:
+        """Take a buffer of the pool. Waits for copies of dropped memory rather than let the pool grow."""
+        pool = self.pool
+        while self._dropped:
+            copied, kept = self._dropped[0]
+            if not copied.query():
+                if pool.bytes_in_use + pool.rounded(nbytes) <= pool.peak_bytes:
+                    break
+                copied.synchronize()
+            self._dropped.popleft()
+            pool.give(kept)
+        return pool.take(nbytes)
 
     def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:
         running = self._running.pop(key, None)
@@ -162,7 +187,7 @@ class HostStore:
         if running is not None:  # its copy may run on the stream of another device
             stream.wait_event(running)
         event = self._running[key] = copy_on(stream, values, into)
-        # The transfer does not keep the caller's tensor alive: `drop` waits for the copy.
+        # The transfer does not keep the caller's tensor alive: the caller waits before it frees the tensor.
         return Underway(event.query, partial(stream_waits, caller.device, event))
 
 

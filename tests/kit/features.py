@@ -115,6 +115,22 @@ REFUSED = {frozenset((name, other)) for name, others in _REFUSED.items() for oth
 _LEFT_OUT = {  # pairs that an engine takes, and that do not keep the laws
     frozenset(("hpZ", "messages in 4 bits")),  # which are summed in other groups
 }
+OF_THE_CPU = {"shared memory", "sockets", "messages in 4 bits"}
+"""Features that a config for a GPU is refused for: NCCL takes the place of these transports."""
+_STATES_ELSEWHERE = "states on the host", "half of the states elsewhere", "states in files"
+MORE_WAITS: dict[str | frozenset[str], str] = {
+    "lamb": "its ratios are numbers of the host",
+    "adafactor": "its ratios are numbers of the host",
+    **{frozenset(("update in backward", place)): "each gradient is waited for" for place in _STATES_ELSEWHERE},
+    **{frozenset(("muon", place)): "matrices of the host are sent by the device" for place in _STATES_ELSEWHERE},
+}
+"""Where the host waits for its device more often than once a step, and why."""
+FIRST_STEPS = {
+    "pipeline": 1,  # stages agree on shapes
+    "split layers": 1,  # and are compared with whole ones
+    "power sgd": 2,  # the second one makes what it keeps
+}
+"""How many steps at the beginning may wait more often."""
 
 
 def joined(names: Iterable[str]) -> dict[str, Any] | None:
@@ -140,10 +156,11 @@ def _add(config: dict[str, Any], more: Mapping[str, Any]) -> bool:
 
 
 @cache
-def feature_sets(*without: str) -> list[tuple[str, ...]]:
-    """Sets of features that go together; each two that do are in one of them. without: features to leave out."""
+def feature_sets(*without: str | frozenset[str]) -> list[tuple[str, ...]]:
+    """Sets of features that go together; each two that do are in one of them. without: what to leave out."""
     features = [name for name in FEATURES if name not in without]
     apart = {frozenset(pair) for pair in combinations(features, 2) if joined(pair) is None} | REFUSED | _LEFT_OUT
+    apart |= {one for one in without if isinstance(one, frozenset)}
     pairs = [frozenset(pair) for pair in combinations(features, 2) if frozenset(pair) not in apart]
     missing = dict.fromkeys(sorted(pairs, key=num_ranks, reverse=True))
     sets = []

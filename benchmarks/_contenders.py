@@ -270,12 +270,6 @@ def build_fsdp2(
     return _plain(module, setup, AdamW(module.parameters(), fused=True, **ADAMW))
 
 
-def _choose_accelerator(setup: Setup) -> None:
-    """Tells DeepSpeed, which asks when it is imported."""
-    if setup.device == "cpu":
-        os.environ["DS_ACCELERATOR"] = "cpu"
-
-
 def deepspeed_config(microbatch: int, accumulation: int = 1, **more: Any) -> dict[str, Any]:
     """Return a config that says nothing while it trains; `more` is added."""
     config = {"train_micro_batch_size_per_gpu": microbatch, "gradient_accumulation_steps": accumulation}
@@ -287,7 +281,8 @@ def build_deepspeed(model: Model, setup: Setup, *, stage: int, offload: str = "n
 
     offload: "cpu" or "nvme", for states and parameters; then with DeepSpeed's own CPU Adam, which it asks for.
     """
-    _choose_accelerator(setup)
+    if setup.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # asked for in the import
     import deepspeed  # type: ignore[import-not-found, unused-ignore]
 
     deepspeed.init_distributed(dist_backend=setup.join(), verbose=False)
@@ -366,13 +361,10 @@ _LIBRARIES = {
 }
 
 
-def import_libraries(kind: str, setup: Setup) -> None:
-    """Imports what the builder of a kind imports, so that its memory can be told from that of the training."""
-    _choose_accelerator(setup)
-    for name in [
-        "torch._dynamo",
-        *_LIBRARIES.get(kind, []),
-    ]:  # the first optimizer imports torch's compiler, some 70 MiB
+def import_libraries(kind: str) -> None:
+    """Imports what the builder of a kind imports on a CPU, so that its memory can be told from that of the training."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    for name in ["torch._dynamo", *_LIBRARIES.get(kind, [])]:  # the first optimizer imports the compiler, some 70 MiB
         importlib.import_module(name)
 
 

@@ -160,18 +160,6 @@ def bf16_flops() -> float | None:
     return next((flops for text, flops in _BF16_FLOPS.items() if text in name()), None)
 
 
-def choose(local_rank: int, budget_bytes: int) -> None:
-    """Make a device this process's own, and let torch take no more of it, where that can be asked for.
-
-    Ranks share devices where there are fewer.
-    """
-    if count():
-        torch.accelerator.set_device_index(local_rank % count())
-    if type_of_device() == "cuda":
-        _, total = torch.cuda.mem_get_info()
-        torch.cuda.set_per_process_memory_fraction(min(1.0, budget_bytes / total))
-
-
 class Peaks(NamedTuple):
     """Bytes of the device's memory; None on the CPU, which is not measured here."""
 
@@ -192,11 +180,6 @@ def forget_memory() -> None:
     if type_of_device() != "cpu":
         torch.accelerator.empty_cache()
         torch.accelerator.reset_peak_memory_stats()
-
-
-def records_kernels() -> bool:
-    """Return whether torch's profiler sees the kernels of the device."""
-    return type_of_device() in ("cuda", "xpu")
 
 
 def versions() -> dict[str, str]:

@@ -34,8 +34,6 @@ PARTS = {
     "language_models": Part("_gpu_language_models:compare", 420.0),
     "checks": Part("_gpu_parts:check", 120.0),
     "training": Part("_gpu_parts:train", 150.0),
-    "trace": Part("_gpu_parts:trace", 60.0),
-    "splits": Part("_gpu_parts:compare_splits", 100.0),
 }
 """By their value; all together take less than a quarter of an hour."""
 

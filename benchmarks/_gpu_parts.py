@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import functools
-import gzip
-import itertools
-import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import _device
 import torch
-import torch.distributed as dist
 from _contenders import ADAMW, FOLDER, filled, lowtide_config
-from _gpu_part import Cell, Record
-from _harness import MIB, JobError, Start, environment_of, loss_difference, mib, run_ranks, warm_start
-from _model import SEED, SIZES, build_batches, build_model
-from torch import Tensor, nn
-from torch.profiler import profile, record_function
+from _gpu_part import Record
+from _harness import MIB, loss_difference, mib
+from _model import SIZES, build_batches, build_model
 
 import lowtide
-from lowtide.comm import native
-from lowtide.engine.plan.llama import Gated, Llama, Shape
 
 ROOT = Path(__file__).parents[1]
 IS_REHEARSAL = _device.is_rehearsal()
@@ -217,284 +207,23 @@ def train(record: Record) -> None:
                 what = f"{case.name}, {dtype}"
                 if record.wants(what):
                     with record.measuring(what):
-                        found = train_case(case, dtype, _device.config_name(), folder)
-                        row = {"case": case.name, "dtype": dtype, "reserved_MiB": mib(found["reserved"])}
-                        expected = on_cpu(case.numbers, dtype)
-                        add_training(record, "one rank beside the CPU", what, row, [found], expected, TOLERANCES[dtype])
+                        add_training(record, case, dtype, folder, on_cpu(case.numbers, dtype))
 
 
-def add_training(
-    record: Record,
-    table: str,
-    what: str,
-    row: dict[str, Cell],
-    found: Sequence[Mapping[str, Any]],
-    expected: Sequence[float],
-    tolerance: float,
-) -> None:
-    """Add the row of a training; it fails where losses of its ranks are not as expected. found: of each rank."""
-    difference = loss_difference([one["losses"] for one in found], expected)
+def add_training(record: Record, case: Case, dtype: str, folder: str, expected: Sequence[float]) -> None:
+    """Train, and add a row, which fails where losses are not as expected."""
+    found, tolerance = train_case(case, dtype, _device.config_name(), folder), TOLERANCES[dtype]
+    difference = loss_difference([found["losses"]], expected)
     record.add(
-        table,
-        **row,
-        loss=found[0]["losses"][-1],
+        "one rank beside the CPU",
+        case=case.name,
+        dtype=dtype,
+        reserved_MiB=mib(found["reserved"]),
+        loss=found["losses"][-1],
         largest_difference=difference,
-        ms_a_step=max(one["ms"] for one in found),
-        peak_MiB=mib(max((one["allocated"] for one in found if one["allocated"]), default=None)),
+        ms_a_step=found["ms"],
+        peak_MiB=mib(found["allocated"]),
     )
     if difference is None or not difference <= tolerance:
-        record.fail(what, f"expected losses at most {tolerance} (relative) from those of one rank, found {difference}")
-
-
-# -- part trace: one of eight simulated ranks ------------------------------------------------------------------------
-
-# The process group is torch's fake one: collectives take no time and give no meaningful values; shapes, bytes, streams
-# and kernels of this rank are those of a job of eight. What it shows is the host's part: where the device waits.
-
-NUM_RANKS = 8
-WARMUP_STEPS, TRACED_STEPS, PROFILED_STEPS = 3, 5, 2
-STEP = "step"
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-
-Event = Mapping[str, Any]
-
-
-def trace(record: Record) -> None:
-    size, microbatch = ("tiny", 1) if IS_REHEARSAL else ("350M", 4)
-    length = SIZES[size].sequence_length
-    record.note(f"GPT {size}, bf16, {microbatch} sequences of {length}, {NUM_RANKS} simulated ranks")
-    if not _device.records_kernels():
-        record.note("the profiler records no kernels of this device: the host's operations stand for them")
-    for stage in (0, 2, 3):
-        what = f"stage {stage}"
-        if record.wants(what):
-            with record.measuring(what), fake_group():
-                trace_stage(record, stage, size, microbatch)
-
-
-@contextmanager
-def fake_group() -> Iterator[None]:
-    """Make this process one rank of eight."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    devices = dist.Backend.backend_capability["fake"]
-    if _device.type_of_device() not in devices:
-        devices.append(_device.type_of_device())
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    try:
-        with nullcontext() if _reductions_write() else mock.patch.object(native, "_reduce_scatter", _reduce_zeros):
-            yield
-    finally:
-        dist.destroy_process_group()
-
-
-_reduce_scatter = native._reduce_scatter
-
-
-def _reductions_write() -> bool:
-    """Return whether reductions write their output. Else old memory would be a gradient, and may be not finite."""
-    kind = _device.type_of_device()
-    found = torch.full((1,), torch.nan, device=kind)
-    world = dist.group.WORLD
-    assert world is not None
-    _reduce_scatter(found, torch.zeros(NUM_RANKS, device=kind), world)
-    return not bool(found.isnan())
-
-
-def _reduce_zeros(output: Tensor, given: Tensor, group: dist.ProcessGroup) -> dist.Work:
-    output.zero_()
-    return _reduce_scatter(output, given, group)
-
-
-def trace_stage(record: Record, stage: int, size: str, microbatch: int) -> None:
-    _device.forget_memory()
-    config = lowtide_config(
-        stage, train_micro_batch_size_per_gpu=microbatch, bf16={"enabled": True}, device=_device.config_name()
-    )
-    ((tokens, targets),) = build_batches(SIZES[size], 1, microbatch)
-    batch = tokens.to(_device.type_of_device()), targets.to(_device.type_of_device())
-    engine = lowtide.initialize(build_model(SIZES[size]), config)
-    try:
-        batches = [batch] * (WARMUP_STEPS + TRACED_STEPS)
-        found = _device.trained(lambda *batch: engine.train_step(batch).loss, batches, WARMUP_STEPS)
-        events = profiled(engine, batch, record.folder / f"trace_stage{stage}.json.gz")
-    finally:
-        engine.close()
-    add_step(record, stage, found, events)
-
-
-def profiled(engine: lowtide.Engine, batch: Any, path: Path) -> list[Event]:
-    """Return the events of some steps, and write them to a file that chrome://tracing and Perfetto open."""
-    with profile(acc_events=True) as profiler:
-        for _ in range(PROFILED_STEPS):
-            with record_function(STEP):
-                engine.train_step(batch)
-        _device.synchronize()
-    plain = path.with_suffix("")
-    profiler.export_chrome_trace(str(plain))
-    text = plain.read_text()
-    plain.unlink()
-    path.write_bytes(gzip.compress(text.encode(), compresslevel=6))
-    events: list[Event] = json.loads(text)["traceEvents"]
-    return events
-
-
-def add_step(record: Record, stage: int, found: Mapping[str, Any], events: Sequence[Event]) -> None:
-    kernels = kernels_of(events, _ON_DEVICE if _device.records_kernels() else ("cpu_op",))
-    if not kernels:
-        record.fail(f"stage {stage}", "expected kernels in the trace, found none")
-        return
-    waits = host_waits_of(events, STEP)
-    record.add(
-        "steps",
-        stage=stage,
-        ms_a_step=found["ms"],
-        ms_until_launched=found["ms until launched"],
-        idle_share_while_profiled=idle_share(kernels),
-        kernels_a_step=len(kernels) // PROFILED_STEPS,
-        waits_a_step=len(waits) / PROFILED_STEPS,
-        of_these=", ".join(sorted(set(waits))) or None,
-    )
-
-
-def kernels_of(events: Sequence[Event], categories: Sequence[str]) -> list[tuple[float, float]]:
-    """Return start and end of the kernels of a Chrome trace in microseconds, by their start."""
-    found = [one for one in events if one.get("ph") == "X" and one.get("cat") in categories]
-    return sorted((one["ts"], one["ts"] + one["dur"]) for one in found)
-
-
-def idle_share(kernels: Sequence[tuple[float, float]]) -> float:
-    """Return the share of the time from the first start to the last end in which no kernel runs."""
-    begin = busy_until = kernels[0][0]
-    idle = 0.0
-    for start, end in kernels:
-        idle += max(0.0, start - busy_until)
-        busy_until = max(busy_until, end)
-    return idle / (busy_until - begin)
-
-
-def host_waits_of(events: Sequence[Event], within: str) -> list[str]:
-    """Return the CUDA calls that wait for the device inside ranges of a name."""
-    ranges = [one for one in events if one.get("cat") == "user_annotation" and one.get("name") == within]
-    return [
-        str(call["name"])
-        for call in events
-        if call.get("cat") in _LAUNCHES
-        and ("Synchronize" in call["name"] or call["name"] == "cudaMemcpy")
-        and any(one["ts"] <= call["ts"] < one["ts"] + one["dur"] for one in ranges)
-    ]
-
-
-# -- part splits: states, layers, sequences and experts that two ranks on one device share ---------------------------
-
-# Their losses are compared with those of one rank that has it all. Most versions of NCCL refuse two ranks on one GPU:
-# then a row says so, and its other cases are not tried.
-
-DATA, SPLITS = "data", ("tensor", "sequence", "expert")
-SPLIT_STAGES = (3,) if IS_REHEARSAL else (0, 3)
-SPLIT_ROWS, SPLIT_STEPS, NUM_EXPERTS = 2, 3, 8
-MOST_SECONDS = 300.0 if IS_REHEARSAL else 40.0  # of a job: one that hangs leaves time for others
-SHAPE = (
-    Shape(layers=1, hidden=32, heads=8, vocabulary=256, sequence=16, mlp=128)
-    if IS_REHEARSAL
-    else Shape(layers=8, hidden=1024, heads=16, vocabulary=256, sequence=1024, mlp=4096)
-)
-
-
-class Experts(nn.Module):
-    """Two experts for each token, of a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(SHAPE.hidden, NUM_EXPERTS, bias=False)
-        self.experts = nn.ModuleList(Gated(SHAPE) for _ in range(NUM_EXPERTS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        weights, choices = self.gate(rows).softmax(-1).topk(2)
-        out = torch.zeros_like(rows)
-        for number, expert in enumerate(self.experts):
-            at, place = torch.where(choices == number)
-            out = out.index_add(0, at, expert(rows[at]) * weights[at, place, None])
-        return out.view_as(x)
-
-
-def build_split(split: str, num_ranks: int, stage: int) -> lowtide.Engine:
-    """Return an engine of the planner's Llama, with the same weights in every process."""
-    torch.manual_seed(SEED)
-    model = Llama(SHAPE)
-    if split == "expert":
-        for layer in model.layers:
-            layer.mlp = Experts()
-    config = {
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "adamw"},
-        "gradient_clipping": 1.0,
-        "parallel": {} if split == DATA else {split: num_ranks},
-        "tensor_parallel": {"plan": {"embedding": "whole", "head": "whole"} if split == "tensor" else None},
-        "kernels": {"fuse_modules": False},
-        "device": _device.config_name(),
-        "steps_per_print": 0,
-    }
-    return lowtide.initialize(model, config)
-
-
-def batch_of(engine: lowtide.Engine) -> dict[str, Tensor]:
-    """Return this rank's rows of the same batch in every process."""
-    numbers = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(SHAPE.vocabulary, (SPLIT_ROWS, SHAPE.sequence + 1), generator=numbers)
-    positions = torch.arange(SHAPE.sequence).expand(SPLIT_ROWS, -1)
-    whole = {"input_ids": tokens[:, :-1], "position_ids": positions, "shift_labels": tokens[:, 1:].contiguous()}
-    device = _device.type_of_device()
-    return {name: value.chunk(engine.data_size)[engine.data_rank].to(device) for name, value in whole.items()}
-
-
-def train_split(split: str, num_ranks: int, stage: int) -> dict[str, Any]:
-    """Train on this rank; return what `_device.trained` does."""
-    _device.forget_memory()
-    with build_split(split, num_ranks, stage) as engine:
-        return _device.trained(lambda batch: engine.train_step(batch).loss, [(batch_of(engine),)] * SPLIT_STEPS, 0)
-
-
-def train_rank(job: dict[str, Any]) -> dict[str, Any]:
-    """Train on a rank. job: "backend", "split", "stage"."""
-    _device.prepare()
-    if _device.count():
-        torch.accelerator.set_device_index(0)
-    dist.init_process_group(job["backend"])
-    found = train_split(job["split"], 2, job["stage"])
-    dist.barrier()
-    return found
-
-
-def compare_splits(record: Record) -> None:
-    device = _device.type_of_device()
-    start = warm_start("torch", "lowtide.engine.build")
-    for backend in dict.fromkeys(("gloo", dist.get_default_backend_for_device(device))):
-        is_refused = device not in dist.Backend.backend_capability[backend]
-        for split, stage in itertools.product((DATA, *SPLITS), SPLIT_STAGES):
-            what = f"{backend}, {split}, stage {stage}"
-            if not is_refused and record.wants(what):
-                with record.measuring(what):
-                    is_refused = not compare_with_one_rank(record, what, backend, split, stage, start)
-
-
-def compare_with_one_rank(record: Record, what: str, backend: str, split: str, stage: int, start: Start) -> bool:
-    """Add a row; return False where NCCL does not start, which is no failure. That losses differ is one."""
-    job = {"worker": "_gpu_parts:train_rank", "threads": 1, "backend": backend, "split": split, "stage": stage}
-    environment = environment_of(1, None, _device.type_of_device())
-    if _device.type_of_device() == "cuda":  # all ranks see one device alone
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    table = "two ranks on one device"
-    row: dict[str, Cell] = {"split": split, "backend": backend, "stage": stage}
-    try:
-        found = run_ranks(job, 2, sys.executable, environment, MOST_SECONDS, start=start)
-    except JobError as error:
-        record.add(table, **row, outcome=f"refused: {error}")
-        if backend == "nccl":
-            return False
-        raise
-    expected = train_split(split, 1, 0)["losses"]
-    add_training(record, table, what, {**row, "outcome": "trained"}, found, expected, TOLERANCES["fp32"])
-    return True
+        what, most = f"{case.name}, {dtype}", f"at most {tolerance} (relative)"
+        record.fail(what, f"expected losses {most} from those of the CPU, found {difference}")

@@ -38,10 +38,6 @@ SIZES = {
     "tiny": GPTSize(num_layers=2, width=64, num_heads=4, sequence_length=32),  # 0.1M parameters
     "10M": GPTSize(num_layers=6, width=384, num_heads=6, sequence_length=128),  # 10.9M parameters
     "85M": GPTSize(num_layers=12, width=768, num_heads=12, sequence_length=128),  # 85.5M parameters
-    # For GPUs alone.
-    "350M": GPTSize(num_layers=28, width=1024, num_heads=16, sequence_length=2048),  # 355.3M parameters
-    "1.3B": GPTSize(num_layers=26, width=2048, num_heads=16, sequence_length=2048),  # 1314.9M parameters
-    "3B": GPTSize(num_layers=38, width=2560, num_heads=20, sequence_length=2048),  # 2996.9M parameters
 }
 
 

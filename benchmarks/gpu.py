@@ -4,13 +4,10 @@
                    torch, torch.compile, FSDP2, Liger and DeepSpeed
   checks           every kernel against float64; the tests that are marked gpu
   training         one rank: stages, precisions, every offload, compiled blocks; losses beside the CPU's
-  trace            one of eight simulated ranks: a profiler's trace, idle time, waits of the host
-  splits           two ranks on one device, by gloo and by NCCL if it lets them, that share layers, sequences, experts
 
 Each runs in a process of its own, for at most so many seconds; after one that fails or is cut off the next one runs.
-The folder gets results.json, log.txt with all that was said, and the traces. Run again with the same folder, a part
-that has not come to its end goes on where it was. Kernels are timed by kernels.py, the largest model is searched by
-largest.py.
+The folder gets results.json and log.txt with all that was said. Run again with the same folder, a part that has not
+come to its end goes on where it was. Kernels are timed by kernels.py.
 
 Needed are Python 3.11, torch 2.11 or newer built for the device, numpy, pydantic, psutil and rich; transformers for
 language models, triton for kernels, pytest for tests. lowtide itself is taken from this checkout. Where the machine

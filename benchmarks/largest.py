@@ -4,9 +4,9 @@ The number of layers is doubled until a model does not fit, then bisected. Each 
 build the model, as users build one that is too large for a process (`_contenders.py`), and train it on one batch; the
 loss must be finite and change. What building takes counts.
 
-On a GPU the budget is what torch may take of it, and the peak is what torch has reserved. On a CPU the host's memory
-stands in for a GPU's: a rank may hold so much more than it held when torch and the contender's library were imported,
-and is stopped when it exceeds that. Memory that ranks share counts once, divided; GPUs share none.
+The host's memory stands in for a GPU's: a rank may hold so much more than it held when torch and the contender's
+library were imported, and is stopped when it exceeds that. Memory that ranks share counts once, divided; GPUs share
+none.
 
 tokens/s are measured at each contender's largest model, in jobs of their own, which nothing stops at the budget;
 compare.py measures speeds at one size. With --sequence the length of the sequence grows instead, of the model
@@ -14,9 +14,8 @@ compare.py measures speeds at one size. With --sequence the length of the sequen
 
 Example:
 
-    python benchmarks/largest.py --device cpu --size 10M --budget-mib 200 --json largest.json --png largest.png
-    python benchmarks/largest.py --device cuda --size 85M --budget-mib 8192 --recompute-blocks
-    python benchmarks/largest.py --device cpu --budget-mib 200 --sequence
+    python benchmarks/largest.py --size 10M --budget-mib 200 --json largest.json --png largest.png
+    python benchmarks/largest.py --budget-mib 200 --sequence
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-import _device
 import _worker
 from _contenders import BUILDERS, CONTENDERS, OFFLOAD_FOLDER, Setup, import_libraries
 from _harness import (
@@ -53,20 +51,18 @@ from _harness import (
     run_job,
 )
 from _model import SIZES, GPTSize, build_batches, build_model
-from _worker import PeakSampler
+from _worker import PeakSampler, timed_steps
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT = ["ddp", "fsdp2", *(f"deepspeed-{stage}" for stage in (1, 2, 3))]
 DEFAULT += [f"lowtide-{place}" for place in ("0", "1", "2", "3", "3-states-nvme", "3-nvme", "3-least")]
-ON_GPU = ["lowtide-3-states-cpu"]  # on a CPU that is the memory from which it shall be away
 LONG = ["lowtide-3", "lowtide-3-recompute", "lowtide-3-tiles", "lowtide-3-long"]
 LONG_START, LONG_MOST = 64, 1 << 20  # tokens
 LONG_SHAPE = GPTSize(16, width=128, num_heads=4, sequence_length=0, vocabulary=32 * 128, has_positions=False)
 RESOLUTION = 0.05
 STEPS, TIMED_STEPS = 3, 5
-WARMUP = 3  # steps before the timed ones, 1 on a CPU: a GPU's first ones also choose kernels and fill caches
 _SAMPLING_SECONDS = 0.005  # steps of a small model are short
 
 
@@ -77,39 +73,22 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     """Train on a rank; return losses and seconds of every step (warm-up too) and the peak bytes, above its start.
 
     All steps train on one batch, so that a loss that never changes means that nothing was trained. The rank leaves with
-    OVER_BUDGET_STATUS as soon as it needs more than the budget: then an allocation on the GPU fails, or a sample of the
-    host's memory is too high.
+    OVER_BUDGET_STATUS as soon as it needs more than the budget.
     """
-    _device.prepare()
-    if job["device"] != "cpu":
-        _device.choose(int(os.environ["LOCAL_RANK"]), job["budget_bytes"])
-    with _device.memory_errors_leave():
-        return _train(job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
-
-
-def _train(job: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
-    setup = Setup(job["microbatch"], device=job["device"], dtype=job["dtype"], recompute_blocks=job["recompute_blocks"])
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     shape = GPTSize(**job["shape"])
-    ((tokens, targets),) = build_batches(shape, 1, job["ranks"] * job["microbatch"])
+    ((tokens, targets),) = build_batches(shape, 1, job["ranks"])
     share = slice(rank * len(tokens) // ranks, (rank + 1) * len(tokens) // ranks)
-    batch = (tokens[share].to(setup.device), targets[share].to(setup.device))
-    measures_host = job["allocator"] is not None and setup.device == "cpu"
-    if measures_host:
-        import_libraries(job["kind"], setup)
-    losses: list[float] = []
-    seconds: list[float] = []
-    sampler = PeakSampler(measures_host, _SAMPLING_SECONDS, job["budget_bytes"])
+    measures_memory = job["allocator"] is not None
+    if measures_memory:
+        import_libraries(job["kind"])
+    sampler = PeakSampler(measures_memory, _SAMPLING_SECONDS, job["budget_bytes"])
     with sampler:
-        trainer = BUILDERS[job["kind"]](partial(build_model, shape), setup, **job["options"])
-        for _ in range(job["warmup"] + job["steps"]):
-            took, _, loss = _device.timed(partial(trainer.step, *batch))
-            seconds.append(took)
-            losses.append(float(loss))
-    peak_bytes = sampler.peak_bytes - sampler.start_bytes if measures_host else None
-    if setup.device != "cpu":
-        peak_bytes = _device.peaks().reserved
+        trainer = BUILDERS[job["kind"]](partial(build_model, shape), Setup(), **job["options"])
+        batches = [(tokens[share], targets[share])] * (job["warmup"] + job["steps"])
+        found = timed_steps(trainer.step, batches, PeakSampler(False))
     trainer.close()
-    return {"losses": losses, "seconds": seconds, "peak_bytes": peak_bytes}
+    return found | {"peak_bytes": sampler.peak_bytes - sampler.start_bytes if measures_memory else None}
 
 
 # -- a job -----------------------------------------------------------------------------------------------------------
@@ -173,13 +152,10 @@ class Search:
         self.console = console
         self.rows = [LargestRow(contender) for contender in options.contenders]
         shape = LONG_SHAPE if o.sequence else SIZES[o.size]
-        self.tokens_per_step = o.ranks * o.microbatch * shape.sequence_length
+        self.tokens_per_step = o.ranks * shape.sequence_length
         what = f"GPT of {shape.num_layers} layers" if o.sequence else f"GPT of width {shape.width}"
-        rows = f"microbatch {o.microbatch}" + ("" if o.sequence else f" x {shape.sequence_length} tokens")
-        self.title = (
-            f"{what}, {o.dtype}, in {o.budget_mib:,} MiB a rank, {o.device}, {o.ranks} rank(s), {rows}"
-            f"{', blocks recomputed' if o.recompute_blocks else ''}"
-        )
+        tokens = "" if o.sequence else f" x {shape.sequence_length} tokens"
+        self.title = f"{what}, fp32, in {o.budget_mib:,} MiB a rank, {o.ranks} rank(s), microbatch 1{tokens}"
         self.unit, self.start, self.most = 1, o.start_layers, o.max_layers  # of what is doubled and bisected
         if o.sequence:
             self.unit, self.start, self.most = LONG_START, 1, LONG_MOST // LONG_START
@@ -240,9 +216,8 @@ class Search:
         return peak is not None
 
     def _time(self, row: LargestRow) -> None:
-        warmup = 1 if self.options.device == "cpu" else WARMUP
         try:
-            row.timed[0] = self._run(row, row.largest, warmup, TIMED_STEPS, None)
+            row.timed[0] = self._run(row, row.largest, 1, TIMED_STEPS, None)
         except JobError as error:
             self._fail(row, f"timed at {row.largest} layers: {error}")
             return
@@ -250,7 +225,7 @@ class Search:
         self._say(row, f"{row.largest} layers: {row.step_seconds:.3f} s/step, {speed}")
 
     def _run(self, row: LargestRow, amount: int, warmup: int, steps: int, allocator: str | None) -> Result:
-        """Run one job; on a CPU it measures memory with an `allocator`, and else time. No file is left behind.
+        """Run one job; it measures memory with an `allocator`, and else time. No file is left behind.
 
         Raises OverBudget when a rank needs more than the budget, and JobError when one fails, the time is over, or the
         losses are not those of a model that is trained.
@@ -307,37 +282,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """Return the checked command line; end the program with a message if it is not legal."""
     parser = JobParser(__doc__, CONTENDERS)
     add = parser.add_argument
-    add("--device", default="auto", help="cpu, cuda or another accelerator (default: the one that is here, else cpu)")
-    add("--dtype", choices=["fp32", "bf16"], default="fp32", help="in which models compute (default: fp32)")
-    add("--budget-mib", type=count(), metavar="MIB", help="memory of a rank (default on a GPU: all of it)")
+    add("--budget-mib", type=count(), metavar="MIB", required=True, help="memory of a rank, such as 200")
     add("--size", choices=SIZES, default="10M", help="width, heads and sequence of this size (default: 10M)")
     add("--sequence", action="store_true", help="search the longest sequence of one model, whatever --size")
     add("--start-layers", type=count(), default=2, help="of the first model that is tried (default: 2)")
     add("--max-layers", type=count(), default=1024, help="of the largest model that is tried (default: 1024)")
-    add("--recompute-blocks", action="store_true", help="activation checkpointing of every block, for all contenders")
-    add("--ranks", type=count(), help="processes of a job (default: 2, or as many as there are GPUs)")
-    add("--microbatch", type=count(), default=1, help="sequences of a rank in a step (default: 1)")
+    add("--ranks", type=count(), default=2, help="processes of a job (default: 2)")
     add("--offload-folder", type=Path, default=Path.cwd(), metavar="FOLDER", help="where offload puts its files")
     options = parser.parse_args(arguments)
     least, most = options.start_layers, options.max_layers
     if most < least:
         parser.error(f"--max-layers: expected at least --start-layers ({least}), found {most}")
-    here = _device.type_of_device()
-    if options.device == "auto":
-        options.device = here
-    if options.device not in ("cpu", here):
-        parser.error(f"--device {options.device}: expected {' or '.join(dict.fromkeys((here, 'cpu')))}")
-    if options.ranks is None:
-        options.ranks = 2 if options.device == "cpu" else _device.count()
-    if options.budget_mib is None:
-        total_bytes = None if options.device == "cpu" else _device.total_bytes()
-        if total_bytes is None:
-            parser.error(f"--budget-mib: must be given on {options.device}: MiB that a rank may take, such as 200")
-        options.budget_mib = total_bytes // MIB
-    if options.device == "cpu" and not _worker.supported():
-        parser.error(f"--device cpu needs {_worker.ROLLUP} with Pss_Shmem (Linux 5.0 or newer) to measure memory")
-    default = LONG if options.sequence else [*DEFAULT, *([] if options.device == "cpu" else ON_GPU)]
-    return parser.check(options, default)
+    if not _worker.supported():
+        parser.error(f"expected {_worker.ROLLUP} with Pss_Shmem (Linux 5.0 or newer) to measure memory, found none")
+    return parser.check(options, LONG if options.sequence else DEFAULT)
 
 
 def main() -> int:
@@ -345,9 +303,7 @@ def main() -> int:
     console = begin()
     search = Search(options, console)
     search.run()
-    tables = {search.title: columns(search)}
-    settings = {"device_name": _device.name()}
-    return conclude(options, console, search.rows, tables, search.title, settings=settings)
+    return conclude(options, console, search.rows, {search.title: columns(search)}, search.title)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +20,8 @@ TABLES = {
     "language_models": ["language models, bf16, one rank"],
     "checks": ["devices", "kernels against float64", "tests marked gpu"],
     "training": ["one rank beside the CPU"],
-    "trace": ["steps"],
-    "splits": ["two ranks on one device"],
 }
-# Of trainings, traces and language models those that differ in the code of their part: what an engine of each config
+# Of trainings and language models those that differ in the code of their part: what an engine of each config
 # does on the device is shown in tests/pretend.
 TRAINED = [
     "stage 0",
@@ -35,8 +32,7 @@ TRAINED = [
     "compiled blocks",
 ]
 LANGUAGE_MODELS = ["torch-compiled", "fsdp2-compiled", "lowtide-compiled", "lowtide-graphs", "lowtide-7-bytes-fp8"]
-SPLITS = ["gloo, data, stage 3", "expert, stage 3"]
-ONLY = ["devices", "tests", "sum_of_squares", "tiny, 1 x", *LANGUAGE_MODELS, *TRAINED, *SPLITS]
+ONLY = ["devices", "tests", "sum_of_squares", "tiny, 1 x", *LANGUAGE_MODELS, *TRAINED]
 
 
 def run(arguments: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +54,6 @@ def test_every_part_is_rehearsed(tmp_path: Path) -> None:
     trained = found["training"]["tables"]["one rank beside the CPU"]
     assert all(any(text in row["case"] for row in trained) for text in TRAINED)
     assert {row["dtype"] for row in trained} == {"fp32", "bf16", "fp16"}
-    assert len(list(tmp_path.glob("trace_stage*.json.gz"))) == 2
     rows = found["language_models"]["tables"]["language models, bf16, one rank"]
     trained = [row for row in rows if row["outcome"] == "trained" and "recomputed" not in row["model"]]
     last = {row["contender"]: float(row["losses"].split()[-1]) for row in trained}
@@ -77,26 +72,6 @@ def test_every_training_has_a_config_that_loads(helper: Helper) -> None:
         if contender.kind == "lowtide":
             options = {"zero_optimization": contender.options["zero"], **contender.options["more"]}
             assert Config.load({"optimizer": {"type": "adamw"}, "bf16": {"enabled": True}, **options}).resolve(1)
-
-
-def test_nccl_that_refuses_two_ranks_on_a_device_is_tried_once(
-    helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    part, jobs = helper("_gpu_parts"), []
-    monkeypatch.setattr(part, "warm_start", lambda *modules: None)
-
-    def refuse(job: dict[str, Any], *_: Any, **__: Any) -> None:
-        jobs.append(job)
-        raise part.JobError("rank 1 ended with status 1: Duplicate GPU detected")
-
-    monkeypatch.setattr(part, "run_ranks", refuse)
-    monkeypatch.setattr(part.dist, "get_default_backend_for_device", lambda device: "nccl")
-    monkeypatch.setitem(part.dist.Backend.backend_capability, "nccl", [part._device.type_of_device()])
-    record = helper("_gpu_part").Record(tmp_path, "splits", {"date": "today"}, ["nccl"])
-    part.compare_splits(record)
-    (row,) = json.loads((tmp_path / "results.json").read_text())["splits"]["tables"]["two ranks on one device"]
-    assert len(jobs) == 1 and record.failures == []
-    assert row["outcome"] == "refused: rank 1 ended with status 1: Duplicate GPU detected"
 
 
 def test_a_part_that_takes_too_long_is_cut_off(tmp_path: Path) -> None:
@@ -131,7 +106,7 @@ def test_a_package_that_is_missing_is_said(
 def test_what_was_measured_stays_beside_a_failure_and_other_parts(helper: Helper, tmp_path: Path) -> None:
     records = helper("_gpu_part")
     settings = {"date": "a day", "device": "one", "versions": {"torch": "2"}, "rehearsal": False}
-    for part in ("trace", "splits"):
+    for part in ("checks", "training"):
         record = records.Record(tmp_path, part, settings, ["fits", "both"])
         with record.measuring("a model"):
             record.add("sizes", layers=3, ms_a_step=0.123456, peak=None)
@@ -140,7 +115,7 @@ def test_what_was_measured_stays_beside_a_failure_and_other_parts(helper: Helper
     assert record.wants("what fits") and not record.wants("what does not")
     found = json.loads((tmp_path / "results.json").read_text())
     assert [part["status"] for part in found.values()] == ["failed", "failed"]
-    assert found["splits"]["tables"] == {"sizes": [{"layers": 3, "ms a step": 0.123456, "peak": None}]}
+    assert found["training"]["tables"] == {"sizes": [{"layers": 3, "ms a step": 0.123456, "peak": None}]}
     assert [part["failures"] for part in found.values()] == 2 * [["a model: ValueError: too large"]]
 
 
@@ -149,8 +124,8 @@ def test_a_part_that_was_stopped_goes_on_and_one_that_was_done_begins_anew(helpe
 
     def run(wanted: str, checkout: str = "a", seconds: float = 100.0) -> list[str]:
         """Measure `wanted` of two things in a run; return the rows that are there then."""
-        parts.begin(tmp_path, "trace")
-        record = parts.Record(tmp_path, "trace", {"date": wanted, "checkout": checkout}, [], seconds)
+        parts.begin(tmp_path, "checks")
+        record = parts.Record(tmp_path, "checks", {"date": wanted, "checkout": checkout}, [], seconds)
         for name in ("one", "two"):
             if record.wants(name):
                 with record.measuring(name):
@@ -158,7 +133,7 @@ def test_a_part_that_was_stopped_goes_on_and_one_that_was_done_begins_anew(helpe
                         raise parts.OutOfTime
                     record.add("rows", name=name, run=wanted)
         record.end()
-        return [f"{row['name']} in {row['run']}" for row in parts.read(tmp_path)["trace"]["tables"].get("rows", [])]
+        return [f"{row['name']} in {row['run']}" for row in parts.read(tmp_path)["checks"]["tables"].get("rows", [])]
 
     assert run("two") == ["two in two"]
     assert run("one and two", seconds=parts.LEAVING_SECONDS) == ["two in two"]
@@ -179,27 +154,3 @@ def test_the_weights_of_language_models_are_counted(helper: Helper) -> None:
 def test_what_is_refused_with_words_is_no_failure(helper: Helper, outcome: str) -> None:
     part = helper("_gpu_language_models")
     assert part.is_refusal(outcome) and not part.is_refusal("RuntimeError: ValueError: no")
-
-
-def event(kind: str, name: str, start: float, duration: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": duration}
-
-
-TRACE = [
-    event("user_annotation", "step", 0, 40),
-    event("cuda_runtime", "cudaLaunchKernel", 2, 1),
-    event("cuda_runtime", "cudaStreamSynchronize", 30, 1),
-    event("cuda_runtime", "cudaDeviceSynchronize", 50, 1),  # after the step
-    event("kernel", "mm", 120, 10),
-    event("kernel", "mm", 100, 10),
-    event("kernel", "reduce", 105, 10),  # beside it
-    event("kernel", "mm", 133, 17),
-]
-
-
-def test_idle_times_and_waits_are_read_from_a_trace(helper: Helper) -> None:
-    trace = helper("_gpu_parts")
-    kernels = trace.kernels_of(TRACE, ["kernel"])
-    assert [start for start, _ in kernels] == [100, 105, 120, 133]
-    assert trace.idle_share(kernels) == (5 + 3) / 50
-    assert trace.host_waits_of(TRACE, "step") == ["cudaStreamSynchronize"]

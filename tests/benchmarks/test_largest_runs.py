@@ -35,7 +35,7 @@ def largest(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def run(largest: ModuleType, arguments: str, contenders: list[str]) -> tuple[Any, str]:
     """What was found, and what was said meanwhile."""
-    given = ["--device", "cpu", "--budget-mib", "200", *arguments.split(), "--contenders", *contenders]
+    given = ["--budget-mib", "200", *arguments.split(), "--contenders", *contenders]
     said = io.StringIO()
     console = Console(file=said, width=200)
     search = largest.Search(largest.parse_arguments(given), console)
@@ -101,7 +101,7 @@ def test_the_longest_sequence_is_searched_for_each_contender(
         return [{"losses": [5.0, 4.0], "seconds": [0.01, 0.01], "peak_bytes": peak_bytes}], 0
 
     monkeypatch.setattr(largest, "run_job", run_job)
-    given = ["--device", "cpu", "--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]
+    given = ["--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]
     said = io.StringIO()
     search = largest.Search(largest.parse_arguments(given), Console(file=said, width=200))
     search.run()

@@ -52,16 +52,3 @@ def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
     wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(wrapped)
     assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
-
-
-def test_a_rank_takes_no_more_of_its_device_than_the_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[float] = []
-    device = helper("_device")
-    monkeypatch.setattr(device, "type_of_device", lambda: "cuda")
-    monkeypatch.setattr(device, "count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", chosen.append)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3, 8 << 30))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", chosen.append)
-    device.choose(3, 2 << 30)
-    device.choose(3, 9 << 30)
-    assert chosen == [1, 0.25, 1, 1.0]

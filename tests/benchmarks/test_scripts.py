@@ -25,7 +25,7 @@ RUNS = {
     " --contenders kahan* split* --json OUT/j --png OUT/p.png",
     "host_time": "--rounds 1 --steps 1 --depths 1 2 --contenders lowtide-3 fsdp2 --json OUT/j",
     "host_time of kernels": "--kernels --rounds 1 --json OUT/j",
-    "largest": "--device cpu --size tiny --budget-mib 200 --max-layers 2 --contenders ddp"
+    "largest": "--size tiny --budget-mib 200 --max-layers 2 --contenders ddp"
     " --offload-folder OUT --json OUT/j --png OUT/p.png",
     "offload_io": "--size 4 --unit 1 --rounds 1 --folder OUT --json OUT/j",
     "parallel": "--contenders single lowtide-tensor --size tiny --rounds 1 --warmup 1 --steps 1 --memory none"

@@ -117,7 +117,7 @@ def milliseconds(step: Step, num_steps: int) -> float:
 
 
 def measure(steps: dict[str, list[Step]], num_rounds: int, num_steps: int) -> dict[str, list[float]]:
-    """Return the least time of each contender's step at both depths; contenders take turns."""
+    """Return the least time of each contender's steps, such as of both depths; contenders take turns."""
     least = {name: [float("inf")] * len(pair) for name, pair in steps.items()}
     names = list(steps)
     for index in range(num_rounds):
@@ -157,8 +157,10 @@ def show_kernels(options: argparse.Namespace) -> None:
     """Print what a launch of each fused layer costs, beside torch's own operators."""
     import _host_kernels
 
-    with stubbed_kernels():
-        found = _host_kernels.measure(20 * options.rounds)
+    with stubbed_kernels(), _host_kernels.without_kernels():
+        steps = _host_kernels.steps()
+        least = measure(steps, options.rounds, 20 * options.steps)
+        found = {name: _host_kernels.row_of_kernel(steps[name], least[name]) for name in steps}
     forms = {name: ".0f" if "calls" in name else ".2f" for name in found["rms_norm"]}
     title = "Host time of a launch, microseconds and calls in Python"
     rows = [row_of(name, values) for name, values in found.items()]

@@ -294,7 +294,7 @@ class ElasticityConfig(ConfigSection):
 
     def notes(self, config: Any) -> list[str]:
         if not self.enabled:
-            return []
+            return super().notes(config)
         reason = "the section elasticity chooses the batch sizes"
         notes = [no_effect(key, value, reason) for key, value in batch_keys(config).items()]
         if self.min_time:

@@ -148,7 +148,8 @@ class ConfigSection(Section):
         return []
 
     def notes(self, config: Any) -> list[str]:
-        return []
+        """By default the keys of a section whose `enabled` is false."""
+        return [] if getattr(self, "enabled", True) else self.idle(f"{self.path}.enabled is false")
 
     def idle(self, reason: str, but: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[str]:
         """Return a note for each key that differs from its default; `but` excludes keys and `only` selects them."""

@@ -34,9 +34,6 @@ class BF16Config(ConfigSection):
         message = "bf16.enabled and fp16.enabled are both true; set one of them to false"
         return [Fault("bf16.enabled", "conflict", message)]
 
-    def notes(self, config: Any) -> list[str]:
-        return [] if self.enabled else self.idle("bf16.enabled is false")
-
 
 _DYNAMIC_SCALING = (
     "initial_scale_power",
@@ -78,7 +75,7 @@ class FP16Config(ConfigSection):
 
     def notes(self, config: Any) -> list[str]:
         if not self.enabled:
-            return self.idle("fp16.enabled is false")
+            return super().notes(config)
         fixed = f"fp16.loss_scale is fixed at {self.loss_scale:g}"
         return self.idle(fixed, only=_DYNAMIC_SCALING) if self.loss_scale > 0 else []
 
@@ -173,6 +170,9 @@ class PowerSGDConfig(ConfigSection):
         if zero.offload_optimizer.is_used:
             wanted["zero_optimization.offload_optimizer.overlap"] = (("none",), final)
         return needs("communication.power_sgd", wanted, config)
+
+    def notes(self, config: Any) -> list[str]:
+        return [] if self.rank else self.idle("communication.power_sgd.rank is 0")
 
 
 class CommunicationConfig(ConfigSection):
@@ -389,10 +389,8 @@ class FP8Config(ConfigSection):
         return [Fault("fp8.enabled", "conflict", f"needs {text}") for text, is_wrong in wrong.items() if is_wrong]
 
     def notes(self, config: Any) -> list[str]:
-        if not self.enabled:
-            return self.idle("fp8.enabled is false")
-        if config.compile.blocks:
-            return []
+        if not self.enabled or config.compile.blocks:
+            return super().notes(config)
         return ["fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"]
 
 

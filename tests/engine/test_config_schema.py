@@ -278,6 +278,6 @@ def test_initialize_takes_it() -> None:
 
 
 def test_the_log_has_one_line_for_all_text_that_is_a_value() -> None:
-    config = Config.load({"seed": "3", "bf16": {"enabled": "true"}, "wandb": {"project": "2024"}})
+    config = Config.load({"seed": "3", "bf16": {"enabled": "true"}, "wandb": {"enabled": True, "project": "2024"}})
     assert config.short_notes == ('seed: read "3" as 3; bf16.enabled: read "true" as true',)
     assert config.wandb.project == "2024"  # whose type is text

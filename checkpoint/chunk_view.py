@@ -164,6 +164,7 @@ def _chunks(shape: tuple[int, ...], start: int, end: int) -> Iterator[TensorChun
     row_numel = math.prod(shape[1:])
     row, column = divmod(start, row_numel)
     last_row, last_column = divmod(end, row_numel)
+    # A part of the first row, full rows as one chunk, and a part of the last row.
     if column:
         row_end = row_numel if last_row > row else last_column
         yield from _in_row(row, _chunks(shape[1:], column, row_end))

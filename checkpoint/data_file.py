@@ -104,7 +104,7 @@ class DataFile:
             raise
 
     def close(self) -> None:
-        self._pages = None
+        self._pages = None  # the last reference, so this unmaps the file
         for descriptor in (self._descriptor, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -154,8 +154,10 @@ class DataFile:
             end = offset + count
             for part, target in zip(parts, targets, strict=True):
                 first, last = max(part.offset, offset), min(part.end, end)
-                if first < last:  # NumPy releases the GIL during the copy
+                # By NumPy, as it releases the GIL: other threads read meanwhile.
+                if first < last:
                     np.copyto(target[first - part.offset : last - part.offset], source[first - offset : last - offset])
+            # A direct read is short of whole sectors only at the end of the file.
             if end < high and (not count or count % _ALIGNMENT_BYTES):
                 raise EndOfFileError(end)
             offset = end

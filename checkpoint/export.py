@@ -129,12 +129,14 @@ class ExportFolder:
         last = [] if self._plan.index is None else [INDEX]
         is_model = any(_OF_AN_EXPORT.fullmatch(name) for name in files)
         old = {path.name for path in self.folder.iterdir() if is_model and _OF_AN_EXPORT.fullmatch(path.name)}
+        # The moves are not one atomic step. If they are interrupted, the old index must not name new files. Without an
+        # index, readers refuse numbered files (`_find_in_folder`).
         if INDEX in old and old.intersection(files):
-            # If this is interrupted, the old index must not name new files.
             (self.folder / INDEX).unlink()
             old.discard(INDEX)
         for name in [*others, *files, *last]:
             os.replace(self._unfinished / name, self.folder / name)
+        # The index goes before the files that it names.
         for name in sorted(old - {*files, *last}, key=lambda name: name != INDEX):
             (self.folder / name).unlink()
         self._unfinished.rmdir()

@@ -180,6 +180,7 @@ class Manifest(FileContent):
     def write(self, path: Path) -> None:
         """Raise OSError, or ValueError for content that could not be read again."""
         text = _canonical({**self.model_dump(mode="json"), "format": FORMAT})
+        # A checkpoint that `read` would refuse must fail now, while the run still has its state.
         self._checked(json.loads(text))
         write_durably(path, b'{"crc32": %d, "content": %s}\n' % (zlib.crc32(text), text))
 
@@ -195,12 +196,14 @@ class Manifest(FileContent):
         try:
             outer = _parsed(text)
             content = outer["content"]
+            # JSON written again has the same bytes: Python keeps the order of keys and all digits of a float.
             is_intact = zlib.crc32(_canonical(content)) == outer["crc32"]
             found = content["format"]
         except (ValueError, KeyError, TypeError, RecursionError):
             is_intact = False
         if not is_intact:
             raise CheckpointError(f"{path}: expected the file as written, found it truncated or altered")
+        # Before the content is checked: a later format may have other fields.
         if isinstance(found, int) and found > FORMAT:
             raise CheckpointError(
                 f"{path}: expected a format of at most {FORMAT}, found a format of a later version. Update lowtide."

@@ -92,6 +92,7 @@ class FilePlan:
             }
             ends[key] = end
         text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+        # Spaces at the end are still JSON. They align the first tensor to 8 bytes in the file.
         text += b" " * (-len(text) % 8)
         header = struct.pack("<Q", len(text)) + text
         places = {key: TensorPlace(name, tensors[key], len(header) + ends[key] - tensors[key].nbytes) for key in order}
@@ -294,6 +295,7 @@ def read_header(file: Path) -> dict[str, TensorPlace]:
     with file.open("rb") as opened:
         start = opened.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        # Before the header is read: a damaged length would take any amount of memory.
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise ValueError(
                 f"'{file}' ({size} bytes) is not a safetensors file, or is truncated: expected a header length of at "

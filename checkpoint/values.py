@@ -67,6 +67,7 @@ def _too_deep(where: str) -> ValueError:
 def _encode(value: Any, where: str) -> Any:
     if value is None or type(value) in (bool, int, str):
         return value
+    # By exact type: np.float64 is a float too, and returns as np.float64 (`_encode_array`).
     if type(value) is float:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, Mapping):
@@ -75,6 +76,7 @@ def _encode(value: Any, where: str) -> Any:
         return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, tuple):
         return {_TAG: "tuple", "items": [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]}
+    # Sorted, so that the same set gives the same bytes: the order of a set of strings depends on the process.
     if isinstance(value, (set, frozenset)):
         kind = "set" if isinstance(value, set) else "frozenset"
         return {_TAG: kind, "items": [_encode(item, where) for item in sorted(value, key=repr)]}
@@ -99,6 +101,7 @@ def _decode(value: Any) -> Any:
 
 
 def _encode_mapping(value: Mapping[Any, Any], where: str) -> Any:
+    # A dictionary of the caller may have the key "$type" itself: as pairs it is not mistaken for a tagged object.
     if all(type(key) is str for key in value) and _TAG not in value:
         return {key: _encode(item, f"{where}.{key}") for key, item in value.items()}
     pairs = [[_encode(key, where), _encode(item, f"{where}[{key!r}]")] for key, item in value.items()]

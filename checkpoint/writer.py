@@ -63,6 +63,7 @@ class Snapshot:
         except BaseException:
             self.drop()
             raise
+        # An event, not the stream: training goes on in the stream while the writing thread waits.
         self._copied = None if pool is None else torch.accelerator.current_stream(device).record_event()
 
     def _copy(self, chunk_views: Sequence[ChunkView], sizes: Sequence[int], memory: Tensor) -> None:

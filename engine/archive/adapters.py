@@ -52,6 +52,8 @@ def adapter_files(state: NamedState) -> list[AdapterFile]:
 def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
     peft: Any = sys.modules["peft"]
     module, catalog = state.module, state.catalog
+    # PEFT picks tensors out of a state_dict and renames them. Stand-ins without memory go in, and their identity tells
+    # which parameter has a new name. What comes out and is no stand-in was computed.
     infos: dict[str, TensorInfo] = {**catalog.parameters, **catalog.buffers}
     stand_ins = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
     name_of = {id(value): name for name, value in stand_ins.items()}
@@ -83,6 +85,7 @@ def _content_of(config: Any, module: Any) -> Any:
     mapping = None
     if config.task_type is None:
         mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+    # Through a file, as only `save_pretrained` makes JSON of it: `to_dict` still has sets.
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder, auto_mapping_dict=mapping)
         return json.loads((Path(folder) / _CONFIG).read_text())
@@ -121,9 +124,8 @@ class MergedModel:
                     f"{type(part).__name__} at '{name}'; export adapters_only, and merge in a single process"
                 )
             elif isinstance(part, BaseTunerLayer):
-                if not any(
-                    name.startswith(outer) for outer, _ in self._layers
-                ):  # else it is merged with the outer layer
+                # A layer inside an adapted layer is merged with it.
+                if not any(name.startswith(outer) for outer, _ in self._layers):
                     self._layers.append((f"{name}.", part))
                 kept[f"{name}."] = f"{name}.base_layer."
         self._kept = sorted(kept.items(), key=lambda item: -len(item[0]))  # inner modules before outer modules

@@ -62,6 +62,8 @@ def check_fits(
             f"run has optimizer {optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
         )
     elif training["num_steps"]:
+        # An optimizer of ours gives each parameter the same states. An optimizer of torch gives what its `step` makes,
+        # and takes any states of its own kind.
         each_has_all = not optimizer.can_take(training["optimizer"], ())
         faults += _parameters_without_states(by_name, named, each_has_all)
     if faults:

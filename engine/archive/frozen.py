@@ -2,8 +2,8 @@
 
 [Note: digests] The digest of a tensor is the sum of its elements' bits, each times an odd number that depends on the
 element's index, modulo 2^64. It is a sum over any parts, so it is the same at every number of ranks, stage and split.
-A single changed element always changes it, and so do swapped elements. It detects a wrong base model. It is no proof
-against somebody who wants to deceive.
+A single changed element always changes it: an odd factor is invertible modulo 2^64. Several changes, or swapped
+elements, cancel only by chance. It detects a wrong base model. It is no proof against somebody who wants to deceive.
 """
 
 from __future__ import annotations
@@ -122,6 +122,7 @@ def digest_of(values: Tensor, start: int, dtype: torch.dtype) -> int:
     total, done = 0, 0
     while done < values.numel():
         row, column = divmod(start + done, _ROW_NUMEL)
+        # The rest of a row that began before, or a last part of a row; else as many full rows as fit.
         count = values.numel() - done
         count = min(count, _ROW_NUMEL - column) if column or count < _ROW_NUMEL else count // _ROW_NUMEL * _ROW_NUMEL
         count = min(count, _NUM_ROWS * _ROW_NUMEL)
@@ -129,6 +130,7 @@ def digest_of(values: Tensor, start: int, dtype: torch.dtype) -> int:
         num_rows = -(-count // _ROW_NUMEL)
         by_row = (words.view(num_rows, -1) * columns[column : column + count // num_rows]).sum(1)
         rows = torch.arange(row, row + num_rows, device=values.device)
+        # Rows take their factors from numbers behind those of the columns.
         total += int((by_row * _factors(rows + _ROW_NUMEL)).sum())
         done += count
     return total & _MASK
@@ -137,6 +139,7 @@ def digest_of(values: Tensor, start: int, dtype: torch.dtype) -> int:
 def _factors(numbers: Tensor) -> Tensor:
     """Return an odd factor for each index. Source: the finalizer of splitmix64, Steele et al., 2014."""
     mixed = numbers.to(torch.int64) * _signed(0x9E3779B97F4A7C15)
+    # The masks make logical shifts: torch shifts int64 arithmetically.
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         mixed = (mixed ^ ((mixed >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     return (mixed ^ ((mixed >> 31) & ((1 << 33) - 1))) | 1

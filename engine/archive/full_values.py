@@ -161,6 +161,7 @@ class FullValues:
         is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
         self.make_copies_exact()
+        # All ranks gather, though only the first keeps values, in host memory. One group is full at a time.
         for group in self._groups:
             exchange = self._mesh.exchange((*group.plan.sharding.portioned, *self._mesh.parallel_dims.layers))
             was_sharded = group.sharded_state is not ShardedState.UNSHARDED
@@ -168,9 +169,8 @@ class FullValues:
             group.make_exact()
             for param_view, param in zip(group.layout.param_views, group.params, strict=True):
                 whole = param.detach()
-                if (
-                    group.plan.sharding.portioned or not param_view.tensor_shard.is_all
-                ):  # an expert of a list is whole on its rank
+                # An expert of a list is whole on its rank, and yet the other ranks do not have it.
+                if group.plan.sharding.portioned or not param_view.tensor_shard.is_all:
                     whole = put_together(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     values[id(param)] = whole.cpu().clone()
@@ -206,6 +206,7 @@ class FullValues:
         for group in groups:
             if changed and not group.frees_memory and group.sharded_state is ShardedState.UNSHARDED:
                 group.install()  # undoes an assignment to `.data`
+        # Mostly nothing was changed, so a sum comes first, and names are sent after a fault only.
         count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, "the end of gathered")):
             return
@@ -247,6 +248,8 @@ def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str,
 
 
 def _mark(group: ShardedGroup, param_view: ParamView, param: nn.Parameter) -> _Mark:
+    # The flat buffer, not `param.data`: an assignment to `.data` shows in the address, a write in place in the version,
+    # and a write through `.data` or NumPy, which counts no version, in the sum.
     values = group.full[param_view.offset_in_flat : param_view.end_in_flat]
     whole = param_view.numel - param_view.numel % PARAM_ALIGNMENT_NUMEL  # parameters are aligned, so int64 words are
     tail: Tensor = values[whole:].view(torch.uint8)

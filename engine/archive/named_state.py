@@ -197,8 +197,9 @@ class NamedState:
                 low = param_shard.offset_in_shard
                 own = values_of(part_of(shard.group.own_values(changes=True), low, low + param_shard.numel))
                 own.copy_(values_of(shard.master_of(param_shard)))
+        # Full parameters have old values of other ranks: released, they are gathered anew. Memory at rest is refreshed.
         for group in groups:
-            if group.frees_memory:  # full parameters have old values of other ranks
+            if group.frees_memory:
                 group.release()
         pending = [group.refresh() for group in groups]
         for one in pending:
@@ -219,6 +220,7 @@ def chunk_views_of(
     low, high = 0, param_shard.numel
     if saves:
         axis = group.axes.replicas
+        # Replicas have the same values, so each writes an equal part of them: all disks and links work.
         low, high = (param_shard.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
         if not group.axes.is_counted or low == high:
             return []
@@ -249,7 +251,8 @@ def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tenso
     is_counted: False if another rank gives the same values.
     """
     whole = tensor_shard.put(values) if is_counted else values.new_zeros(tensor_shard.whole)
-    bits = whole.view(_INTEGERS[values.dtype.itemsize])  # so that adding zeros keeps each bit: -0.0 + 0.0 is 0.0
+    # As integers, so that adding zeros keeps each bit: as floats, -0.0 + 0.0 is 0.0.
+    bits = whole.view(_INTEGERS[values.dtype.itemsize])
     return exchange.sum(bits, "parts of a tensor").view(values.dtype)
 
 

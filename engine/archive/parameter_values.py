@@ -140,7 +140,8 @@ class ParameterValues:
         for (_, memory), own in zip(parts, values, strict=True):
             reduced = values_of(memory)
             assert place.group is not None
-            num_terms = 1 if self._optimizer.sums_gradients else place.group.axes.replicas.size  # each has an equal one
+            # A 1-bit optimizer has a term of the sum on each replica: each takes an equal one.
+            num_terms = 1 if self._optimizer.sums_gradients else place.group.axes.replicas.size
             reduced.copy_(own.to(device=reduced.device, dtype=place.dtype) / (factor * num_terms))
         if place.group is not None:
             self._shards[id(place.group)].gradient.mark_changed(place.index, is_used=value is not None)
@@ -203,12 +204,8 @@ class ParameterValues:
                 return [(p, _part(own, p)) for p in group.param_shards.of(place.index)]
             return [(p, shard.master_of(p, changes)) for p in shard.param_shards.of(place.index)]
         self._check_has_states(place, what)
-        param_shards = () if shard is None else shard.param_shards.of(place.index)
-        found = (
-            []
-            if shard is None
-            else [(p, self._optimizer.by_parameter.states_of(shard, p, changes)) for p in param_shards]
-        )
+        states_of = self._optimizer.by_parameter.states_of
+        found = [] if shard is None else [(p, states_of(shard, p, changes)) for p in shard.param_shards.of(place.index)]
         for _, states in found:
             if changes and not states:
                 raise ValueError(

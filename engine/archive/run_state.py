@@ -30,6 +30,7 @@ def random_state(device: torch.device) -> Any:
 def read_random_state(encoded: Any, device: torch.device) -> dict[str, Any]:
     """Return a result of `random_state` for `set_random_state`. Raise ValueError if a generator refuses it."""
     states = decode(encoded, "random state")
+    # Tried on generators of their own: a refused state must leave the run's generators as they are.
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
@@ -138,6 +139,8 @@ def in_own_groups(
     if saved.get("members") is None or not len(saved["members"]) == len(saved["options"]) == len(saved["base"]):
         return training, dict(scalars)
     group_of = {name: number for number, names in enumerate(saved["members"]) for name in names}
+    # Merged groups must have had the same options. The base of the schedule counts as one: it may differ where the
+    # present rates are equal, as at the start of a warmup.
     said = [
         {**options, "the first learning rate": base}
         for options, base in zip(saved["options"], saved["base"], strict=True)
@@ -164,6 +167,7 @@ def in_own_groups(
         origins.append(first)
     if origins == list(range(len(said))):
         return training, dict(scalars)
+    # A list in a scheduler's state, such as LambdaLR's `lr_lambdas`, has an entry for each group by its index.
     state = saved["scheduler"] if hasattr(scheduler, "load_state_dict") else None
     key = next((key for key, value in (state or {}).items() if isinstance(value, (list, tuple))), None)
     if key is not None:

@@ -80,7 +80,7 @@ def export_merged(
 
     Each rank gathers a unit at a time, with the adapted layers that reach into other units, and merges private copies.
     """
-    # parallel.tensor needs no check: each rank merges its part: A or B is split like the weight.
+    # parallel.tensor needs no check: A or B is split like the weight, so each rank merges its own part.
     split = [name for name in ("pipe", "expert") if state.mesh.axes[name].size > 1]
     if split:
         raise ValueError(
@@ -106,7 +106,8 @@ def export_merged(
                         if failed is None:
                             with torch.no_grad(), merged(layers):
                                 target.write(_named(state.full_parts(unit), model.names), advance)
-                    except Exception as error:  # the other ranks need this rank for their gathers
+                    # This rank writes no more, but goes on with the gathers, for which the other ranks need it.
+                    except Exception as error:
                         failed = error
             if failed is not None:
                 raise failed
@@ -173,6 +174,7 @@ def load_weights(state: NamedState, path: str | os.PathLike[str], strict: bool =
         wholes = [_whole(name, buffer) for name, buffer in named.items()]
         own = [chunk_view for chunk_view in state.weights(changes=True) if chunk_view.name in match.sources]
         source.read([replace(chunk_view, name=match.sources[chunk_view.name]) for chunk_view in [*own, *wholes]])
+        # `_whole` has copied such a buffer, and `read` has filled the copy.
         for buffer, whole in zip(named.values(), wholes, strict=True):
             if not buffer.is_contiguous():
                 buffer.detach().copy_(whole.values.view(buffer.shape))

@@ -179,6 +179,7 @@ def losses_reference(logits: Tensor, labels: Tensor, terms: LossTerms) -> tuple[
         u = logits[part].to(wide)
         if terms.soft_cap is not None:
             u = u.div(terms.soft_cap).tanh_().mul_(terms.soft_cap)
+        # An ignored label, such as -100, is no index: its row takes class 0, and becomes 0 at the end.
         kept = labels[part] != terms.ignore_index
         logsumexp = torch.logsumexp(u, 1)
         loss = logsumexp - u.gather(1, labels[part].where(kept, 0).long()[:, None])[:, 0]
@@ -202,6 +203,7 @@ def gradient_reference(
             slope = slope.square_().neg_().add_(1.0)
         kept = labels[part] != terms.ignore_index
         of_row = of_rows[part].to(lse.dtype)[:, None]
+        # May write over u, if `out` is the logits: all further steps need dx alone.
         dx = torch.sub(u, lse[part, None], out=out[part] if out.dtype == lse.dtype else None).exp_()
         dx.mul_(of_row * (1.0 + 2.0 * terms.z_loss * lse[part, None]))
         if terms.label_smoothing:

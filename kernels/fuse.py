@@ -96,6 +96,7 @@ def replace_modules(
         found = fusions_of(module, origin.cls, wanted, always_fuses_loss)
         seen |= {fusion.kernel for fusion in found}
         kept = [fusion for fusion in origin.fusions if fusion.kernel not in names]
+        # Sorted: `_fused_class` caches classes by it, and a second call must find what it made.
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))
         if not found or after == origin.fusions:
             continue

@@ -45,6 +45,7 @@ def rms_norm(
     total = x if residual is None else (x + residual).contiguous()
     y = row_norm.rms_norm_reference(total, weight, eps, offset=offset).contiguous()
     h = total if residual is not None else x.new_empty(0)
+    # No deviations: the backward of this form computes them from h.
     return y, h, x.new_zeros(x.shape[:-1].numel(), dtype=torch.float32)
 
 
@@ -172,6 +173,7 @@ def rotary(
     else:
         reference = rotary_kernel.rotary_reference
         found = [reference(x, cos, sin, interleaved=interleaved, transposed=transposed) for x in (q, k)]
+    # Compiled code relies on the strides that `_fake_rotary` gives, so the copy has the same.
     rotated_q, rotated_k = (torch.empty_like(like).copy_(x) for x, like in zip(found, (q, k), strict=True))
     return rotated_q, rotated_k
 

@@ -72,6 +72,7 @@ class ListedExperts:
             rows, at = _rows(name, x, given, named), next(number, None)
             if at is None or calls[at][0] != expert or calls[at][1].shape != rows.shape:
                 raise ValueError(_CHANGED.format(name=name))
+            # In the first forward alone: `torch.equal` makes the host wait.
             if not self._is_compared and not torch.equal(calls[at][1], rows):
                 raise ValueError(_CHANGED.format(name=name))
             own = made[ends[at] - rows.numel() // x.shape[-1] : ends[at]]
@@ -98,6 +99,7 @@ class ListedExperts:
     def _exchanged(self, x: Tensor, calls: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return (rows, width), the outputs of experts of all ranks for the rows of these calls, in order."""
         width = x.shape[-1]
+        # The empty first part gives dtype, device and graph if this rank calls no expert.
         rows = torch.cat([x.reshape(-1, width)[:0], *(one.reshape(-1, width) for _, one in calls)])
         numels = torch.tensor([one.numel() // width for _, one in calls], dtype=torch.int64, device=x.device)
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64, device=x.device)
@@ -131,7 +133,9 @@ class ListedExperts:
         exchange, num_experts = self._exchange, self._layer.num_experts
         size, own = exchange.size, num_experts // exchange.size
         counts = torch.bincount(choices, minlength=num_experts) * 2
-        counts[called] += 1  # the lowest bit says that the expert is called, perhaps with no rows
+        # The lowest bit says that the expert is called, perhaps with no rows. It is added once for several calls: an
+        # assignment by indices does not accumulate.
+        counts[called] += 1
         what = f"the counts of {self._layer.name}"
         every = exchange.gather(counts, 0, what).view(size, size, own).tolist()
         by_rank = tuple(tuple(sum(one // 2 for one in there) for there in row) for row in every)
@@ -150,6 +154,7 @@ class ListedExperts:
             made = NoRows.apply(rows, False, *params)  # type: ignore[no-untyped-call]  # as torch has it
         present = set(experts.tolist())
         for number, expert in enumerate(self._own):
+            # The gradient is then zeros and not None, as without a split: weight decay and momentum go on.
             if is_called[number] and number not in present:
                 made = torch.cat([made, expert(rows[:0])])
         return made

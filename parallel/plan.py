@@ -214,6 +214,7 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         found |= dict.fromkeys(_matches(modules, pattern), style)
     found |= {name: "column/2" for name in found if _is_gate_up(name, found, modules)}
     _check_kinds(found, modules)
+    # A plan of the model with columns or rows is complete: names would split what it leaves whole.
     has_own = any(style in ("column", "row") for style in found.values())
     found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
     found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **_experts_of(modules)}

@@ -80,6 +80,7 @@ class SplitSelfCheck:
         handles: list[Any] = []
         for name, module in self._parents.items():
             behind = partial(self._compare, name, around_copy)
+            # Before the other hooks behind the forward: ZeRO's releases the parameters.
             handles.append(module.register_forward_pre_hook(partial(self._note, name)))
             handles.append(module.register_forward_hook(behind, with_kwargs=True, prepend=True))
         try:
@@ -151,8 +152,10 @@ class SplitSelfCheck:
         kwargs: Mapping[str, Any],
         output: Any,
     ) -> None:
+        # A module that draws random numbers differs between two calls. All ranks find the same, as they run the same
+        # module, so no rank waits in the sums of `_whole`.
         if not all(map(torch.equal, self._states.pop(name), random_states(_device_of(module)))):
-            return  # the module draws random numbers, so two calls differ
+            return
         kwargs = _without_caches(kwargs)
         prefix = f"{name}." if name else ""
         kept = [one for one in self._experts if _is_inside(one, name)]
@@ -259,6 +262,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def distance_of(found: Tensor, right: Tensor) -> float:
     """Return the relative distance of a tensor from the right one, by norms."""
+    # A NaN in both, as behind a masked row, is no difference.
     found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
 

@@ -205,6 +205,7 @@ class Heads:
             step = heads // degree * self.size
             return [(place * step, (place + 1) * step) for place in range(degree)]
         if degree % heads == 0 and heads < self.queries and self.queries % degree == 0 and not has_parts:
+            # Ranks with query heads beside each other share a key head: the one that these query heads use.
             kept = [place * heads // degree for place in range(degree)]
             return [(head * self.size, (head + 1) * self.size) for head in kept]
         kind = "heads" if heads == self.queries else "key heads"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from .cross_entropy import cross_entropy
-from .dispatch import Backend
+from .dispatch import Backend, has_autocast
 from .fused_loss import family_of, head_members, is_causal_lm, linear_loss_members, loss_members
 from .gated_mlp import geglu, swiglu
 from .rotary import rotary_embedding
@@ -239,7 +239,8 @@ def _cross_entropy_members(original: type[nn.Module], fusion: Fusion) -> Members
             reduction=self.reduction,
             backend=fusion.backend,
         )
-        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
+        # torch computes the loss in float32 under autocast, else in the dtype of the input.
+        return loss if has_autocast(input) else loss.to(input.dtype)
 
     return {"forward": forward}
 

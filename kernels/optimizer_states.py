@@ -112,6 +112,8 @@ def rounded_at_random(values: Tensor, noise: Tensor) -> Tensor:
 
     noise: (n,) int32 random bits. A value that is a bfloat16 does not change.
     """
+    # The carry of the sum rounds up, with the probability that the lower half stands for. It would turn some NaN into
+    # infinity or -0.0.
     rounded = (values.view(torch.int32) + (noise & 0xFFFF) & ~0xFFFF).view(torch.float32)
     return torch.where(values.isnan(), torch.nan, rounded)
 
@@ -144,6 +146,7 @@ def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: 
     blocks[:numel] = values
     blocks = blocks.view(num_blocks, STATE_BLOCK_NUMEL)
     bits = blocks.view(torch.int32)
+    # As bits of a float32: the scale is the power of two above the largest magnitude, so y is below 1.
     exponent = (bits & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
     is_broken = exponent >= 253  # the inverse of the scale would be denormal
     exponent.clamp_(max=252)

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_map
 
 from ..comm import Collectives
 from ..kernels.cross_entropy import cross_entropy as fused_cross_entropy
-from ..kernels.dispatch import Backend
-from ..kernels.linear_cross_entropy import linear_cross_entropy
+from ..kernels.dispatch import Backend, has_autocast, product_dtype
+from ..kernels.linear_cross_entropy import add_product_, linear_cross_entropy
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
 from .tiled_mlp import even_tiles, tile_of
@@ -69,7 +69,7 @@ class ChunkedHead:
         if not torch.is_grad_enabled():
             # A ZeRO unit may release them before the loss reads them. The copy is smaller than the logits.
             weight, bias = weight.clone(), None if bias is None else bias.clone()
-        return logits_of(self, hidden, weight, bias, _dtype_of(hidden, weight))
+        return logits_of(self, hidden, weight, bias, product_dtype(hidden))
 
     def tile(self, hidden: Tensor) -> int:
         return self._tokens or tile_of(hidden.shape[-1])
@@ -177,14 +177,6 @@ class _Logits(torch.autograd.Function):
         return dhidden, dweight, rows.sum(0) if needs_bias else None, None
 
 
-def _dtype_of(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the output dtype of torch's linear layer."""
-    kind = hidden.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return hidden.dtype
-
-
 # -- lazy functions -----------------------------------------------------------------------------------------------
 
 
@@ -251,15 +243,14 @@ def _loss(
     loss = _fused_loss(
         input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, backend="auto"
     )
-    is_cast = input.device.type != "meta" and torch.is_autocast_enabled(input.device.type)
-    return loss if is_cast else loss.to(input.dtype)
+    return loss if has_autocast(input) else loss.to(input.dtype)
 
 
 def _fused_loss(logits: ChunkedLogits, labels: Tensor, **options: Any) -> Any:
     """Compute `kernels.cross_entropy` from the head's weight."""
     hidden, weight = logits.hidden, logits.weight
     columns = -(-weight.shape[0] // 16) * 16
-    product = _dtype_of(hidden, weight)
+    product = product_dtype(hidden)
     options.pop("overwrite_logits", None)
     if options.get("backend", "auto") == "auto":
         options["backend"] = logits.head.backend
@@ -334,9 +325,9 @@ def tiled_cross_entropy(
     See [Note: tiles of a split head].
     """
     hidden, weight, bias = logits.hidden, logits.weight, logits.bias
-    kind = hidden.device.type
-    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(kind)
+    # By hand, since autocast does not reach into an autograd.Function.
+    if has_autocast(hidden):
+        dtype = product_dtype(hidden)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     tile = logits.head.tile(hidden)
@@ -396,16 +387,8 @@ class _TiledCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 torch.mm(d, weight, out=dhidden[part])
             if dweight is not None:
-                _add_product(dweight, d.t(), hidden[part])
+                add_product_(dweight, d, hidden[part])
             del d
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if dbias is None or bias is None else dbias.to(bias.dtype)
         return dhidden, dweight, dbias, None, None, None, None, None
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, in the dtype of total."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b

@@ -84,6 +84,7 @@ class PreparedLaunch:
             return
         run, function, metadata = started
         stream = torch._C._cuda_getCurrentRawStream(device)
+        # As at the end of `JITFunction.run` in triton/runtime/jit.py. The three None: metadata and hooks of the launch.
         run(*self._whole_grid, stream, function, metadata, None, None, None, *tensors, *self._trailing)
 
     def _start_by_triton(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:

@@ -251,6 +251,7 @@ class UpdateLaunch:
             addresses = [0 if tensor is None else tensor.data_ptr() for tensor in _tensors(shard)]
             rows.append((first, numel, number, *addresses))
             first += num_programs[-1]
+            # The last run of a shard ends with its last tile: the runs of the next shard begin with a program.
             runs[-1] = (first * tile_numel, runs[-1][1])
         self._grid = (first,)
         self._table, self._is_aligned = shard_table(tuple(rows), self._device, stream)
@@ -418,6 +419,7 @@ def stream_of(device: torch.device) -> int:
 
 def on_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy values to the device, from pinned memory for a GPU, so that the host does not wait."""
+    # The pinned tensor is dropped at once: torch's CachingHostAllocator reuses its memory only after the copy.
     return pinned(values, device).to(device, non_blocking=True)
 
 

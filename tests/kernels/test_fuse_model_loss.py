@@ -167,3 +167,11 @@ def test_a_loss_module_takes_all_that_torch_takes(
     found = plain(logits, target)
     assert found.shape == expected.shape and found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_module_runs_on_the_meta_device_as_a_planner_runs_it() -> None:
+    loss = nn.CrossEntropyLoss()
+    fuse_model(loss)
+    logits = torch.empty(2, 3, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    found = loss(logits, torch.zeros(2, dtype=torch.int64, device="meta"))
+    assert found.shape == () and found.dtype == torch.bfloat16

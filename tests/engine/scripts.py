@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.kit.ranks import FORKS, WORKER_VARIABLES, environment, free_port, preloaded
+from tests.kit.ranks import FORKS, WORKER_VARIABLES, environment, preloaded, reserved_port
 
 TIMEOUT_SECONDS = 90
 IMPORTS = "import json, os, sys, time\nimport torch, lowtide\n"
@@ -32,14 +32,19 @@ def run_on_two_ranks(script: str, folder: Path) -> list[End]:
 def run_on_ranks(world_size: int, script: str, folder: Path) -> list[End]:
     """In the folder, with the variables of a launcher. TimeoutError: after 90 s."""
     FORKS.set_forkserver_preload(["tests.uncollected", *preloaded()])
-    port = free_port()
-    asked = [{**os.environ, **WORKER_VARIABLES, **environment(rank, world_size, port)} for rank in range(world_size)]
-    ranks = [FORKS.Process(target=_run, args=(script, folder, rank, asked[rank])) for rank in range(world_size)]
+    with reserved_port() as port:
+        return _run_all(script, folder, [environment(rank, world_size, port) for rank in range(world_size)])
+
+
+def _run_all(script: str, folder: Path, variables: list[dict[str, str]]) -> list[End]:
+    """variables: of each rank."""
+    asked = [{**os.environ, **WORKER_VARIABLES, **of_rank} for of_rank in variables]
+    ranks = [FORKS.Process(target=_run, args=(script, folder, rank, given)) for rank, given in enumerate(asked)]
     with mock.patch.dict(os.environ, WORKER_VARIABLES):  # the first start is that of the process that is forked
         for rank in ranks:
             rank.start()
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
-    ends = [0.0] * world_size
+    ends = [0.0] * len(ranks)
     while running:
         ended = wait(list(running), TIMEOUT_SECONDS)
         for sentinel in ended:

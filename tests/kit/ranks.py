@@ -30,7 +30,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, Pipe, wait
@@ -187,15 +187,15 @@ class RankPool:
         self._grow(world_size)
         workers = self._workers[:world_size]
         self._place(workers)
-        port = free_port()
         call = Call(workers, timeout)
         reusable = False
         try:
-            for rank, worker in enumerate(workers):
-                header = fn.__module__, fn.__qualname__, environment(rank, world_size, port), process_group
-                worker.pipe.send_bytes(pickle.dumps(header))
-                worker.pipe.send_bytes(payload)
-            call.collect()
+            with reserved_port() as port:
+                for rank, worker in enumerate(workers):
+                    header = fn.__module__, fn.__qualname__, environment(rank, world_size, port), process_group
+                    worker.pipe.send_bytes(pickle.dumps(header))
+                    worker.pipe.send_bytes(payload)
+                call.collect()
             call.print_output()
             reusable = call.release()
         finally:
@@ -433,11 +433,22 @@ def seed_present_devices_alone() -> None:
             vars(kind)["manual_seed_all"] = lambda seed: None
 
 
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A TCP port of this host that nobody listens on, and that nobody else gets who asks for any port meanwhile.
+
+    A socket that is bound and does not listen keeps it. One with SO_REUSEADDR, as stores and servers have it, may
+    listen there.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
+
+
 def free_port() -> int:
     """A TCP port of this host that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
+    with reserved_port() as port:
         return port
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,7 +24,7 @@ from lowtide.launch.transports.remote import SshTransport, srun_command
 from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Job as MessageOfJob, Start, Welcome, encode
-from tests.kit.ranks import free_port
+from tests.kit.ranks import reserved_port
 from tests.launch import fakes
 from tests.launch.jobs import Job
 from tests.launch.scripts import SAVES_ON_SIGNAL, SLEEPS, WRITES_ENVIRONMENT
@@ -151,6 +152,13 @@ def test_hosts_that_cannot_be_reached_are_told(
 # -- launchers that somebody has started on every host ---------------------------------------------------------------
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """At which they meet. Nobody else gets it before the launcher listens."""
+    with reserved_port() as port:
+        yield port
+
+
 def by_hand(folder: Path, source: str, index: int, port: int, *options: str, token: str = "") -> Job:
     """The launcher of one of two hosts."""
     where = ("--num-hosts", "2", "--host-index", str(index), "--meet", f"127.0.0.1:{port}", "--nproc", "1")
@@ -158,9 +166,8 @@ def by_hand(folder: Path, source: str, index: int, port: int, *options: str, tok
     return Job(folder / str(index), source, *where, *options, variables={TOKEN_VARIABLE: token})
 
 
-def joined(folder: Path, source: str, *options: str, token: str = "") -> tuple[Job, Job]:
+def joined(folder: Path, source: str, port: int, *options: str, token: str = "") -> tuple[Job, Job]:
     """The first host's and the other's."""
-    port = free_port()
     other = by_hand(folder, source, 1, port, *options, token=token)
     return by_hand(folder, source, 0, port, *options, token=token), other
 
@@ -177,8 +184,7 @@ sys.exit(3 * int(rank))
 """
 
 
-def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
-    port = free_port()
+def test_launchers_that_were_started_on_every_host_join(tmp_path: Path, port: int) -> None:
     other, first = (by_hand(tmp_path, MEETS, index, port, QUICK) for index in (1, 0))
     first.wait_for_files("../said0", "../said1")
     with socket.socket() as stranger:
@@ -191,8 +197,8 @@ def test_launchers_that_were_started_on_every_host_join(tmp_path: Path) -> None:
         assert result.status == 3 and "LOWTIDE_TOKEN is not set: anyone who reaches 127.0.0.1:" in result.err, result
 
 
-def test_all_launchers_of_a_job_that_cannot_begin_have_its_exit_status(tmp_path: Path) -> None:
-    first, other = joined(tmp_path, "")  # hosts that have one address
+def test_all_launchers_of_a_job_that_cannot_begin_have_its_exit_status(tmp_path: Path, port: int) -> None:
+    first, other = joined(tmp_path, "", port)  # hosts that have one address
     status, _, err = first.finish()
     assert (status, other.finish().status) == (1, 1) and "nothing was started" in err
 
@@ -207,14 +213,14 @@ def test_the_meeting_port_is_taken(tmp_path: Path) -> None:
     assert "(MASTER_PORT, or --meet HOST:PORT)" in err
 
 
-def test_launchers_with_a_token_say_nothing_of_it_and_ranks_never_have_it(tmp_path: Path) -> None:
-    for job in joined(tmp_path, NO_TOKEN, QUICK, token="secret"):
+def test_launchers_with_a_token_say_nothing_of_it_and_ranks_never_have_it(tmp_path: Path, port: int) -> None:
+    for job in joined(tmp_path, NO_TOKEN, port, QUICK, token="secret"):
         status, _, err = job.finish()
         assert status == 0 and "LOWTIDE_TOKEN" not in err, err
 
 
-def test_the_plan_of_launchers_on_every_host_is_that_of_all(tmp_path: Path) -> None:
-    first, other = joined(tmp_path, "raise SystemExit(1)", QUICK, "--print-plan")
+def test_the_plan_of_launchers_on_every_host_is_that_of_all(tmp_path: Path, port: int) -> None:
+    first, other = joined(tmp_path, "raise SystemExit(1)", port, QUICK, "--print-plan")
     status, out, err = first.finish()
     assert status == 0 and "2 hosts, 2 ranks; hosts from --host-index 0" in out, err
     assert other.finish()[:2] == (0, "")

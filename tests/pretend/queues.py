@@ -161,10 +161,10 @@ class Work(dist.Work):
             raise self._error
         if self._error is not None and not isinstance(self._error, Aborted):
             raise ProcessEnded(f"{self.what}: {self._error}") from self._error
-        with self._lock:
+        with self._lock:  # until they are there: another thread that asks has not done before
             results, self._results = self._results, None
-        if results is not None:
-            results()
+            if results is not None:
+                results()
         self._tensors = ()
         return True
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,17 +16,18 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import lowtide
+from lowtide.comm import in_flight
 from tests.engine.scripts import run_on_two_ranks
 from tests.kit.models import linear_chain
 from tests.kit.ranks import RankError, RankPool, on_ranks
-from tests.kit.training import refusal, settings
+from tests.kit.training import limit_waits, refusal, settings
 
 TIMEOUT_SECONDS = 2.5
 BATCH = (torch.ones(2, 8),)
 
 
-def engine_for(stage: int, transport: str, timeout: float = 60, **zero: Any) -> lowtide.Engine:
-    communication = {"transport": transport, "timeout_seconds": timeout}
+def engine_for(stage: int, transport: str, **zero: Any) -> lowtide.Engine:
+    communication = {"transport": transport, "timeout_seconds": 60}
     return lowtide.initialize(linear_chain(8, 3), settings(stage, communication=communication, zero_optimization=zero))
 
 
@@ -40,8 +42,10 @@ def error_of(action: Callable[..., object], *given: Any) -> str:
 
 def train_until_rank_1_is_lost(stage: int, transport: str, how: str) -> tuple[str, float]:
     """On rank 0: the error, and seconds until it came. how: late, dies, closes, or fails."""
-    engine = engine_for(stage, transport, TIMEOUT_SECONDS if how == "late" else 60)
+    engine = engine_for(stage, transport)
     engine.train_step(BATCH)
+    if how == "late":
+        limit_waits(engine, TIMEOUT_SECONDS)
     if dist.get_rank() == 0:
         started = time.monotonic()
         text = error_of(engine.train_step, BATCH)
@@ -130,8 +134,10 @@ def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> N
 @on_ranks(2)
 def test_ranks_that_go_different_ways_are_shown_with_their_last_collectives() -> None:
     """Rank 0 trains, rank 1 asks for the weights."""
-    engine = engine_for(3, "sockets", TIMEOUT_SECONDS, stage3_prefetch_bucket_size=0)
-    text = error_of(engine.train_step, BATCH) if dist.get_rank() == 0 else error_of(engine.state_dict)
+    engine = engine_for(3, "sockets", stage3_prefetch_bucket_size=0)
+    limit_waits(engine, TIMEOUT_SECONDS)
+    with mock.patch.object(in_flight, "_WAIT_SECONDS", 30.0):  # until the other rank has said its last collectives too
+        text = error_of(engine.train_step, BATCH) if dist.get_rank() == 0 else error_of(engine.state_dict)
     assert "no answer from rank" in text
     trails = text.split("The last collectives: ")[1]
     first, second = trails.removeprefix("rank 0: ").rstrip(".").split("; rank 1: ")

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.comm.shared_memory import SharedMemoryTransport
+from lowtide.comm.sockets import SocketTransport
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.blueprint.footprint import MemoryPhase, bytes_of
 from lowtide.engine.config.config import Config
@@ -44,6 +47,20 @@ def refusal(action: Callable[..., object], *given: Any, kind: type[Exception] = 
     text = str(caught.value)
     del caught  # it would hold itself, and what the frames hold
     return text
+
+
+def limit_waits(engine: lowtide.Engine, seconds: float) -> None:
+    """Waits for other ranks that begin from now on end after so long. All before had the time that the config gives.
+
+    With a short time in the config, a rank that is late on a busy machine fails `initialize`, or a step before.
+    """
+    mesh = engine._mesh
+    for axis in (*mesh._lines.values(), *mesh.inner.values()):
+        if isinstance(axis.transport, SocketTransport):
+            axis.transport._timeout_seconds = seconds
+        elif isinstance(axis.transport, SharedMemoryTransport):
+            axis.transport._counters._timeout_seconds = seconds
+    mesh.peers._in_flight._timeout = (timedelta(seconds=seconds),)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from torch.nn import functional
 import lowtide
 from lowtide.parallel.expert_dispatch import ExpertSelfCheck
 from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import refusal
+from tests.kit.training import limit_waits, refusal
 
 EXPERTS, WIDTH = 4, 3
 NOBODY = EXPERTS  # the index of no expert
@@ -139,10 +139,11 @@ def test_bytes_on_the_wire_are_those_of_the_formula_and_an_evaluation_exchanges_
 
 def alone(has_trained: bool) -> str:
     """What rank 0 is told when it computes a forward that rank 1 does not."""
-    engine = lowtide.initialize(model(), config_of(2, communication={"timeout_seconds": 1.0}))
+    engine = lowtide.initialize(model(), config_of(2, communication={"timeout_seconds": 60.0}))
     try:
         if has_trained:
             engine.train_step(batch_of(0, 0))
+        limit_waits(engine, 1.0)
         if engine.rank == 0:
             engine(*batch_of(0, 0))
         engine.agree(False)

@@ -105,6 +105,16 @@ IGNORES_SIGTERM = (
 FAILS_ON_1 = (
     f"{HAS_DESCENDANTS}{WAITS_FOR_THE_OTHER}print('the reason')\nsys.exit(5) if rank == '1' else time.sleep(600)"
 )
+FAILS_AFTER_THE_END_OF_1 = """
+import os, pathlib, time
+process = pathlib.Path("process1")
+if os.environ["RANK"] == "1":
+    process.write_text(str(os.getpid()))
+    os._exit(0)
+while not process.exists() or pathlib.Path("/proc", process.read_text()).exists():  # until the agent knows of its end
+    time.sleep(0.01)
+os._exit(1)
+"""
 ONE, LOGS = ("--nproc", "1"), "script.py/logs"
 STOPPED = ") failed with exit status 5; the other ranks were stopped. The last lines of its output:"
 OOM = "A usual cause is the kernel's out-of-memory killer"
@@ -132,7 +142,7 @@ FAILURES: dict[str, tuple[str, tuple[str, ...], int, list[str]]] = {
         1,
         ["the ranks cannot be started: ", LOGS, "must exist on every host"],
     ),
-    "had_ended": (f"{ON_1}os._exit(0)\ntime.sleep(2)\nos._exit(1)", TWO, 1, [HAD_ENDED]),
+    "had_ended": (FAILS_AFTER_THE_END_OF_1, TWO, 1, [HAD_ENDED]),
     "ignores_sigterm": (IGNORES_SIGTERM, (*TWO, "--grace", "0.5"), 9, ["rank 0 of 2"]),
 }
 

@@ -43,8 +43,9 @@ class ActivationOffload:
 
     The storage under the saved tensors is moved, once for all of its views. With a budget, `resident_bytes` stays
     within it unless a single operation saves more. Without a budget, the limit is three blocks (`begin_block`). When a
-    graph is freed, its bytes in the store are freed too; memory that a running transfer held is freed at the next use
-    of this object. One forward at a time; backward in any thread.
+    graph is freed, its bytes in the store are freed too; a device's memory that is being saved is freed in the order of
+    its stream, and what another running transfer held at the next use of this object. One forward at a time; backward
+    in any thread.
 
     Forward or backward raises OffloadError if its transfer failed. Backward raises RuntimeError, like torch, if a saved
     tensor was changed in place.

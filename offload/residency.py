@@ -88,7 +88,10 @@ class Residency:
         return memory.content
 
     def forget(self, memory: SavedMemory) -> None:
-        """Free a memory that is not needed any more, as soon as no transfer uses it."""
+        """Free a memory that is not needed any more, as soon as no transfer uses it.
+
+        The device waits for a save, not the host, so its memory is free here, whenever the save ends.
+        """
         self._away.remove(memory)
         self._here.remove(memory)
         self._used.pop(memory, None)
@@ -96,6 +99,8 @@ class Residency:
             del self._unsent[memory]
             self._unsent_bytes -= memory.nbytes
         if memory.transfer is not None:
+            if memory.free_after_save():
+                self.resident_bytes -= memory.nbytes
             self._draining.append(memory)
         else:
             self._finish(memory)
@@ -262,6 +267,7 @@ class SavedMemory:
         self.is_stored = False
         self._saving: Transfer | None = None
         self._loading: Transfer | None = None
+        self._stream: torch.Stream | None = None  # of the device, on which the save began
         # A tensor that shares the version counter of the saved tensor, without its memory.
         self._counter = tensor.detach()
         self._counter.data = tensor.new_empty(0)
@@ -296,6 +302,8 @@ class SavedMemory:
 
     def start_save(self, store: Store) -> None:
         assert self.content is not None and not self.was_sent
+        if self.device.type != "cpu":
+            self._stream = torch.accelerator.current_stream(self.device)
         with _store_errors_explained("save", self.nbytes):
             self._saving = store.save(self.key, self.content)
 
@@ -305,6 +313,19 @@ class SavedMemory:
             with _store_errors_explained("save", self.nbytes):
                 wait_for(saving, self.key)
             self.is_stored = True
+
+    def free_after_save(self) -> bool:
+        """Free memory of a device in the order of its stream, after the running save. False if no save of it runs, or
+        if the caller, such as the garbage collector, is on a different stream.
+        """
+        if self._saving is None or self.content is None or self._stream is None:
+            return False
+        if torch.accelerator.current_stream(self.device) != self._stream:
+            return False
+        with contextlib.suppress(OffloadError):  # nobody needs the bytes
+            self._saving.wait()
+        self.content = None
+        return True
 
     def evict(self) -> None:
         """Free the memory. The store has the bytes."""

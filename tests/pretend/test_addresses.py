@@ -159,6 +159,7 @@ OFFLOADED = [
     Case(3, BF16, {"offload_param": HOST, "offload_optimizer": HOST}),  # see the docs for one without the other
     Case(3, FP32, {"offload_param": FILE, "offload_optimizer": FILE}, 2),
     Case(2, {**BF16, "activation_checkpointing": {"offload": {**HOST, "min_bytes": 1}}}),
+    Case(2, {**BF16, "activation_checkpointing": {"offload": {**HOST, "min_bytes": 1}}}, layers=2),  # all within limit
     Case(3, {"activation_checkpointing": {"number_checkpoints": 2, "offload": {**HOST, "min_bytes": 1}}}),
     Case(3, BF16, {"update_in_backward": True}),
 ]

@@ -12,9 +12,9 @@ from tests.benchmarks import Helper
 def test_fewer_bits_are_fewer_bytes_on_the_cable(
     helper: Helper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With one rank on each host."""
+    """With one rank on each host. The bytes of other forms are counted in tests/zero and tests/plan."""
     record, image = tmp_path / "wire.json", tmp_path / "wire.png"
-    names = ["plain", "zero++4", "onebit", "power_sgd"]
+    names = ["plain", "onebit"]
     options = ["--size", "tiny", "--warmup", "3", "--steps", "1", "--rounds", "1", "--speeds", "1 Gbit/s"]
     wire = helper("wire")
     if why := wire.fault():
@@ -26,7 +26,7 @@ def test_fewer_bits_are_fewer_bytes_on_the_cable(
         row["contender"]["name"]: next(iter(row["tables"].values()))["MB sent by a host in a step"] for row in found
     }
     assert list(sent) == names and image.stat().st_size > 0
-    assert all(0 < sent[name] < 0.35 * sent["plain"] for name in names[1:])
+    assert 0 < sent["onebit"] < 0.35 * sent["plain"]
 
 
 def test_every_contender_has_a_config_that_loads(helper: Helper) -> None:

@@ -126,7 +126,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def batch_of(model: str, rows: int = ROWS) -> Any:
     generator = torch.Generator().manual_seed(0)
     if "fused" in model:
-        return (torch.randn(rows, 16, 128, generator=generator),)
+        return (torch.randn(rows, 8, 128, generator=generator),)
     if model in ("llama", "expert gpt"):
         ids, labels = (torch.randint(SHAPE.vocabulary, (rows, SHAPE.sequence), generator=generator) for _ in range(2))
         return {"input_ids": ids, "position_ids": torch.arange(SHAPE.sequence).repeat(rows, 1), "shift_labels": labels}
@@ -189,8 +189,7 @@ def profile_of(case: Case, rank: int, num_ranks: int) -> tuple[Blueprint, Profil
     return blueprint, run.profile(batch_of(case.model), ROWS, every, writes_gradients(blueprint))
 
 
-def planned(case: Case, rank: int, num_ranks: int) -> Numbers:
-    blueprint, profile = profile_of(case, rank, num_ranks)
+def planned(case: Case, rank: int, num_ranks: int, blueprint: Blueprint, profile: Profile) -> Numbers:
     machine, place = Machine(devices_per_host=num_ranks, device="cpu"), blueprint.place_of(rank)
     calls = [call for part in profile.parts.values() for call in part.exchanges]
     sent = {axis: case.accumulation * sum(call.sent for call in calls if call.axis == axis) for axis in AXES}
@@ -234,7 +233,7 @@ def measured(case: Case) -> Numbers:
         with ExitStack() as stack:
             stack.enter_context(patch.object(SocketTransport, "_send", count))
             stack.enter_context(patch.object(P2P, "send", count_on))
-            if case.has_peak and is_watched(case):
+            if case.has_peak and is_watched(case, *rank_and_world()):
                 stack.enter_context(live)
             engine.train_step(batch)
         sent = {axis: exchange.bytes_sent - before[axis] for axis, exchange in exchanges.items()}
@@ -243,44 +242,53 @@ def measured(case: Case) -> Numbers:
     return Numbers(live.peak + slots, {**sent, **counted})
 
 
-def is_first(case: Case) -> bool:
+def is_first(case: Case, rank: int, num_ranks: int) -> bool:
     """Of the ranks of a stage. What others sum of a shard may be a little more or less."""
-    rank, num_ranks = rank_and_world()
     return rank % (num_ranks // case.config.get("parallel", {}).get("pipeline", 1)) == 0
 
 
-def is_watched(case: Case) -> bool:
+def is_watched(case: Case, rank: int, num_ranks: int) -> bool:
     """Of ranks on two axes the first and the last: between them they are at both places of each."""
-    rank, num_ranks = rank_and_world()
-    return is_first(case) or rank == num_ranks - 1
+    return is_first(case, rank, num_ranks) or rank == num_ranks - 1
 
 
-def compare(cases: Mapping[str, Case]) -> list[str]:
-    """Where plan and step differ on this rank."""
-    return [text for name, case in cases.items() for text in _compared(name, case)]
+def measured_of_all(cases: Mapping[str, Case]) -> dict[str, Numbers]:
+    return {name: measured(case) for name, case in cases.items()}
 
 
-def _compared(name: str, case: Case) -> list[str]:
-    found = measured(case)
-    if not is_watched(case):
-        return []
-    said, wrong = planned(case, *rank_and_world()), []
+def compare(case: Case, measured_by_rank: list[Numbers]) -> list[str]:
+    """Where plan and step differ. Ranks with the same part of the layers have the same profile."""
+    num_ranks, wrong = len(measured_by_rank), list[str]()
+    profiles: dict[int, tuple[Blueprint, Profile]] = {}
+    dims = blueprint_of(case, num_ranks)[1].parallel_dims
+    for rank, found in enumerate(measured_by_rank):
+        if is_watched(case, rank, num_ranks):
+            place = dims.place(rank, (TENSOR,))
+            if place not in profiles:
+                profiles[place] = profile_of(case, rank, num_ranks)
+            said = planned(case, rank, num_ranks, *profiles[place])
+            wrong += [f"rank {rank}: {text}" for text in _compared(case, rank, num_ranks, said, found)]
+    return wrong
+
+
+def _compared(case: Case, rank: int, num_ranks: int, said: Numbers, found: Numbers) -> list[str]:
+    wrong = []
     beyond = said.peak - found.peak
     numbers_bytes = 4 * 4 + 4 + 1  # that no plan counts: of four losses, the gradient of one, and the flag of a batch
     is_close = -numbers_bytes <= beyond <= case.messages if case.messages else abs(beyond) <= TOLERANCE * found.peak
     if case.has_peak and not is_close:
-        wrong.append(f"{name}: peak planned {said.peak:,}, measured {found.peak:,} ({beyond / found.peak:+.1%})")
+        wrong.append(f"peak planned {said.peak:,}, measured {found.peak:,} ({beyond / found.peak:+.1%})")
     parallel = case.config.get("parallel", {})
     kinds = [] if "pipeline" in parallel else [*AXES]
-    if is_first(case) and case.config["communication"]["transport"] == "sockets":
+    if is_first(case, rank, num_ranks) and case.config["communication"]["transport"] == "sockets":
         kinds += ["groups", "stages"] if {"tensor", "sequence"}.isdisjoint(parallel) else []
     wrong += [
-        f"{name}: planned to send {said.sent[kind]:,} bytes ({kind}), sent {found.sent[kind]:,}"
+        f"planned to send {said.sent[kind]:,} bytes ({kind}), sent {found.sent[kind]:,}"
         for kind in kinds
         if said.sent[kind] != found.sent[kind]
     ]
-    if kinds and rank_and_world()[1] > 1 and not sum(found.sent.values()):
-        wrong.append(f"{name}: nothing was sent")
+    if kinds and num_ranks > 1 and not sum(found.sent.values()):
+        wrong.append("nothing was sent")
     return wrong
 
 

@@ -58,6 +58,12 @@ class OffloadPlan:
         parameters, states = _placement(wanted, is_apart), _placement_of_states(config, is_apart, has_rule)
         if parameters is Placement.FILE and not is_apart:
             _check_pages(config)
+        if parameters is Placement.HOST and zero.offload_optimizer.is_delayed:
+            raise ValueError(
+                f'{zero.offload_optimizer.path}.overlap: "delayed" needs {zero.offload_param.path}.device "none" on '
+                f'{device}, found "cpu": a shard of the host cannot be computed with while it is updated; '
+                'set it to "none", or use overlap "speculative"'
+            )
         notes = []
         if wanted == "cpu" and not is_apart:
             notes.append("offload_param: no effect, since the model on the CPU has its shards in host memory")

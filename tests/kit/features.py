@@ -115,16 +115,22 @@ REFUSED = {frozenset((name, other)) for name, others in _REFUSED.items() for oth
 _LEFT_OUT = {  # pairs that an engine takes, and that do not keep the laws
     frozenset(("hpZ", "messages in 4 bits")),  # which are summed in other groups
 }
-OF_THE_CPU = {"shared memory", "sockets", "messages in 4 bits"}
-"""Features that a config for a GPU is refused for: NCCL takes the place of these transports."""
+OF_THE_CPU: dict[str | frozenset[str], str] = {
+    **dict.fromkeys(("shared memory", "sockets", "messages in 4 bits"), "is for CPU ranks"),  # a GPU has NCCL
+    frozenset(("delayed update", "parameters on the host")): "cannot be computed with while it is updated",
+}
+"""What is refused on a GPU, if need be at stage 3, and words of the error."""
 _STATES_ELSEWHERE = "states on the host", "half of the states elsewhere", "states in files"
 MORE_WAITS: dict[str | frozenset[str], str] = {
     "lamb": "its ratios are numbers of the host",
     "adafactor": "its ratios are numbers of the host",
-    **{frozenset(("update in backward", place)): "each gradient is waited for" for place in _STATES_ELSEWHERE},
+    **{
+        frozenset(("update in backward", place)): "each gradient is waited for"
+        for place in (*_STATES_ELSEWHERE, *_PARAMETERS_ELSEWHERE)
+    },
     **{frozenset(("muon", place)): "matrices of the host are sent by the device" for place in _STATES_ELSEWHERE},
 }
-"""Where the host waits for its device more often than once a step, and why."""
+"""Where the host waits for its device more often than once a step, if need be at stage 3, and why."""
 FIRST_STEPS = {
     "pipeline": 1,  # stages agree on shapes
     "split layers": 1,  # and are compared with whole ones

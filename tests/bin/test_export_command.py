@@ -17,6 +17,7 @@ from lowtide.checkpoint.index import RankIndex
 from tests.checkpoint.making import resign, write
 from tests.engine import test_adapters as adapters
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
+from tests.kit.hugging_face import small
 from tests.kit.models import token_batch
 from tests.kit.ranks import RankPool
 from tests.kit.training import settings
@@ -114,13 +115,8 @@ def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, saved: Saved) -> N
     assert differences(saved_once(newest), loaded(folder / "own")) == []
 
 
-def llama() -> Any:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=61, num_key_value_heads=2, **sizes))
-
-
 def save_llama(folder: str) -> dict[str, Tensor]:
-    with lowtide.initialize(llama(), settings(3)) as engine:
+    with lowtide.initialize(small("LlamaForCausalLM"), settings(3)) as engine:
         ids = torch.arange(14).view(2, 7) + engine.rank
         engine.train_step({"input_ids": ids, "labels": ids})
         engine.save_checkpoint(folder)
@@ -131,7 +127,7 @@ def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
     state = ranks(2, save_llama, str(tmp_path))[0]
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(found) is type(llama()) and found.generation_config is not None
+    assert type(found) is transformers.LlamaForCausalLM and found.generation_config is not None
     assert differences(dict(found.state_dict()), {name: value.half() for name, value in state.items()}) == []
 
 

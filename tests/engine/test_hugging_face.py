@@ -1,7 +1,6 @@
 """Hugging Face models, unchanged, train under stage 3 to the bits of stage 0, with their caches."""
 
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,49 +14,38 @@ import lowtide
 from lowtide.watch.log import logger
 from tests.engine.test_deferred_model import assert_deferred_is_built
 from tests.kit import training
+from tests.kit.hugging_face import NUM_TOKENS, small, transformers
 from tests.kit.models import recomputing
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Outcome, refusal, settings
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-transformers = pytest.importorskip("transformers")
-
-NUM_TOKENS = 61
 ROWS = 2
 ROUTES = ["shared_memory", "sockets"]
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 def llama() -> nn.Module:
-    sizes = SIZES | {"num_key_value_heads": 2, "max_position_embeddings": 32}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=NUM_TOKENS, **sizes))
+    return small("LlamaForCausalLM")
 
 
 def gpt2() -> nn.Module:
-    sizes = {"n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=NUM_TOKENS, **sizes))
+    return small("GPT2LMHeadModel")
 
 
 def mixtral() -> nn.Module:
     """Each token goes to one of sixteen experts. A rank has ten tokens, so some experts get none."""
-    experts = {"num_local_experts": 16, "num_experts_per_tok": 1, "num_key_value_heads": 2}
-    return transformers.MixtralForCausalLM(transformers.MixtralConfig(vocab_size=NUM_TOKENS, **SIZES, **experts))
+    return small("MixtralForCausalLM", num_local_experts=16, num_experts_per_tok=1)
 
 
 def bert() -> nn.Module:
-    config = transformers.BertConfig(vocab_size=NUM_TOKENS, max_position_embeddings=32, **SIZES)
-    return transformers.BertForMaskedLM(config)
+    return small("BertForMaskedLM")
 
 
 def t5() -> nn.Module:
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0}
-    return transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=NUM_TOKENS, **sizes))
+    return small("T5ForConditionalGeneration")
 
 
 def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(image_size=16, patch_size=8, num_labels=5, **SIZES)
-    )
+    return small("ViTForImageClassification")
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -171,18 +159,13 @@ CACHED: dict[str, Any] = {"vocab_size": 40, "hidden_size": 16, "num_attention_he
 
 def double_llama() -> Any:
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**CACHED, num_hidden_layers=3, pad_token_id=0)
-    ).double()
+    return small("LlamaForCausalLM", **CACHED, num_hidden_layers=3, pad_token_id=0).double()
 
 
 def double_t5() -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2}
-    config = transformers.T5Config.from_dict(
-        {**sizes, "vocab_size": 40, "dropout_rate": 0.0, "decoder_start_token_id": 0}
-    )
-    return transformers.T5ForConditionalGeneration(config).double()
+    sizes = {"d_model": 16, "d_ff": 24, "num_heads": 2, "vocab_size": 40, "dropout_rate": 0.0}
+    return small("T5ForConditionalGeneration", **sizes).double()
 
 
 def trained(build: Any, every: int, **more: Any) -> list[Tensor]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowtide.checkpoint.folder import CheckpointFolder
-from tests.engine.test_hugging_face import SIZES
+from tests.kit.hugging_face import HIDDEN
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -24,7 +24,7 @@ def make_model(folder: Path) -> None:
     letters = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
     letters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     transformers.PreTrainedTokenizerFast(tokenizer_object=letters, unk_token="?").save_pretrained(folder)
-    config = transformers.LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, **SIZES)
+    config = transformers.LlamaConfig(vocab_size=len(vocabulary), num_key_value_heads=2, **HIDDEN)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from lowtide.kernels import fuse
 from lowtide.kernels.fuse import Fused, fuse_model
 from lowtide.kernels.fusions import FUSIONS
-from tests.kernels.fused_models import SIZES, Classifier, llama, token_batch, transformers
+from tests.kernels.fused_models import Classifier, llama, token_batch
+from tests.kit.hugging_face import GROUPED, transformers
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -193,7 +194,7 @@ def replaced_norm() -> nn.Module:
 
 
 def llama_mlp(activation: str) -> nn.Module:
-    config = transformers.LlamaConfig(**SIZES, hidden_act=activation)
+    config = transformers.LlamaConfig(**GROUPED, hidden_act=activation)
     mlp: nn.Module = transformers.models.llama.modeling_llama.LlamaMLP(config)
     return mlp
 

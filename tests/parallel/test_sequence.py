@@ -14,8 +14,9 @@ from lowtide.comm.axis import SoloTransport
 from lowtide.model.patches import ModelPatches
 from lowtide.parallel.sequence_attention import SequenceAttention, check_attention, sent_heads
 from tests.kit import models
+from tests.kit.hugging_face import small
 from tests.kit.ranks import RankPool
-from tests.parallel.test_tiles import MODELS as TILED, ROWS, SIZES, VOCAB, WIDTH, config_of, gpt2, transformers
+from tests.parallel.test_tiles import MODELS as TILED, ROWS, VOCAB, WIDTH, config_of, gpt2
 from tests.parallel.trainings import AGAIN, SOCKETS, apart, values_after
 
 LENGTH = 30  # neither 4 divides it, nor 2 what is left
@@ -52,8 +53,7 @@ class Plain(nn.Module):
 
 def mistral() -> nn.Module:
     """With a window, and keys that are fewer than ranks."""
-    config = transformers.MistralConfig(vocab_size=VOCAB, num_key_value_heads=1, sliding_window=7, **SIZES)
-    return transformers.MistralForCausalLM(config)
+    return small("MistralForCausalLM", num_key_value_heads=1, sliding_window=7)
 
 
 def eager_llama() -> nn.Module:
@@ -63,13 +63,12 @@ def eager_llama() -> nn.Module:
 
 
 def deep_llama() -> nn.Module:
-    sizes = {**SIZES, "num_hidden_layers": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **sizes))
+    return small("LlamaForCausalLM", num_hidden_layers=4)
 
 
 def llama_of(heads: int, of_keys: int) -> nn.Module:
-    sizes = {**SIZES, "hidden_size": 48, "num_attention_heads": heads, "num_key_value_heads": of_keys, "head_dim": 8}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
+    sizes = {"hidden_size": 48, "num_attention_heads": heads, "num_key_value_heads": of_keys, "head_dim": 8}
+    return small("LlamaForCausalLM", **sizes)
 
 
 MODELS: dict[str, Any] = {

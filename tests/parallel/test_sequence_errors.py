@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lowtide
+from tests.kit.hugging_face import small
 from tests.kit.ranks import on_ranks
 from tests.kit.training import refusal
 from tests.parallel.test_sequence import RING, TWO, Attends, Batch, Plain, batch_of, built
 from tests.parallel.test_sequence_losses import WithLogits, cross_entropy, mean
-from tests.parallel.test_tiles import MODELS as TILED, ROWS, SIZES, VOCAB, WIDTH, config_of, transformers
+from tests.parallel.test_tiles import MODELS as TILED, ROWS, WIDTH, config_of
 
 
 class Written(Attends):
@@ -48,7 +49,7 @@ class TwoLosses(WithLogits):
 
 
 def capped() -> nn.Module:
-    model = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(vocab_size=VOCAB, num_key_value_heads=2, **SIZES))
+    model = small("Gemma2ForCausalLM")
     model.config._attn_implementation = "eager"
     return model
 
@@ -215,7 +216,7 @@ class OwnAttention(nn.Module):
 
 
 def llama(**more: Any) -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **SIZES, **more))
+    return small("LlamaForCausalLM", num_key_value_heads=4, **more)
 
 
 REFUSED_MODELS: list[tuple[Callable[[], nn.Module], str]] = [
@@ -225,12 +226,9 @@ REFUSED_MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     ),
     (lambda: nn.Linear(3, 3), "Linear: expected a Hugging Face model, or modules with methods"),
     (OwnAttention, "nn.MultiheadAttention cannot be split over ranks"),
+    (lambda: small("BertForMaskedLM"), "expected a causal language model of transformers"),
     (
-        lambda: transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCAB, **SIZES)),
-        "expected a causal language model of transformers",
-    ),
-    (
-        lambda: transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=VOCAB, n_layer=1, hidden_size=WIDTH)),
+        lambda: small("BloomForCausalLM", n_layer=1, n_head=8),
         r"expected a model whose attention can be exchanged \(AttentionInterface\), found BloomForCausalLM",
     ),
     (

@@ -15,12 +15,13 @@ from torch.nn import functional
 import lowtide
 from lowtide.kernels.linear_layers import weight_gradient
 from tests.kit import models
+from tests.kit.hugging_face import small
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, assert_close, refusal, settings, train_all, train_plainly
 from tests.parallel import models_of_others as others
 from tests.parallel.adapters import LAYERS, adapted
 from tests.parallel.test_sequence import batch_of
-from tests.parallel.test_tiles import SIZES, VOCAB, config_of, transformers
+from tests.parallel.test_tiles import config_of
 from tests.parallel.trainings import (
     AGAIN,
     EXPERT,
@@ -294,8 +295,7 @@ def trained(axis: str) -> list[list[float]]:
         torch.manual_seed(0)
         model: Any = others.mixtral(num_hidden_layers=1)
         if axis == "sequence":
-            sizes: dict[str, Any] = SIZES | {"num_hidden_layers": 1, "use_cache": False}
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=VOCAB, **sizes))
+            model = small("LlamaForCausalLM", num_hidden_layers=1, num_key_value_heads=4, use_cache=False)
         config = config_of(3, parallel={axis: 2}, gradient_accumulation_steps=1, train_micro_batch_size_per_gpu=4)
         with lowtide.initialize(model, config | compiled) as engine:
             batches: list[Any] = [batch_of(at, "odd") if axis == "sequence" else others.tokens(at, 4) for at in (0, 1)]

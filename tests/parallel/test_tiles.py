@@ -3,7 +3,6 @@
 That they do so beside recomputed blocks and pipelines is asked in tests/laws.
 """
 
-import os
 import re
 from typing import Any
 
@@ -17,16 +16,13 @@ from lowtide.model.patches import ModelPatches
 from lowtide.parallel.chunked_logits import ChunkedLogits
 from lowtide.parallel.tiles import Tiles
 from tests.kit import models
+from tests.kit.hugging_face import NUM_TOKENS, gpt2_dropout, small
 from tests.kit.ranks import on_ranks
 from tests.kit.training import refusal
 from tests.parallel.trainings import SOCKETS, apart, values_after
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-transformers = pytest.importorskip("transformers")
-
-VOCAB, LENGTH, WIDTH, ROWS = 61, 33, 32, 2
+VOCAB, LENGTH, WIDTH, ROWS = NUM_TOKENS, 33, 32, 2
 TILES: dict[str, Any] = {"mlp": 5, "loss": 7}
-SIZES = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class PlainMlp(nn.Module):
@@ -66,19 +62,15 @@ class Plain(nn.Module):
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, **SIZES)
-    return transformers.LlamaForCausalLM(config)
+    return small("LlamaForCausalLM")
 
 
 def qwen3() -> nn.Module:
-    config = transformers.Qwen3Config(vocab_size=VOCAB, num_key_value_heads=2, head_dim=8, **SIZES)
-    return transformers.Qwen3ForCausalLM(config)
+    return small("Qwen3ForCausalLM", head_dim=8)
 
 
 def gpt2(dropout: float = 0.0) -> nn.Module:
-    dropouts = {f"{part}_pdrop": dropout for part in ("resid", "attn", "embd")}
-    sizes = {"n_positions": LENGTH, "n_embd": WIDTH, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCAB, **sizes, **dropouts))
+    return small("GPT2LMHeadModel", n_positions=LENGTH, **gpt2_dropout(dropout))
 
 
 MODELS = {model.__name__: model for model in (llama, qwen3, gpt2, Plain)}

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 import lowtide
 from tests.kit import models
+from tests.kit.hugging_face import transformers
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Outcome, assert_alike, settings
-from tests.pipe.hugging_face import batch_for, builder, transformers
+from tests.pipe.hugging_face import batch_for, builder
 
 LLAMA, BERT, T5, VIT = "LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration", "ViTForImageClassification"
 

@@ -25,6 +25,7 @@ from tests.integrations.huggingface.trainings import (
     stage,
     trainer,
 )
+from tests.kit.hugging_face import small
 from tests.kit.ranks import RankPool
 from tests.kit.resident import own_bytes
 
@@ -130,8 +131,8 @@ def test_no_more_than_a_parameter_is_held(tmp_path: Path) -> None:
 
 
 def large() -> Any:
-    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=512, **sizes))
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4}
+    return small("LlamaForCausalLM", vocab_size=512, num_key_value_heads=4, **sizes)
 
 
 def test_the_kernel_counts_no_model_either(tmp_path: Path) -> None:

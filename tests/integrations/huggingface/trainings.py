@@ -15,30 +15,27 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import lowtide.huggingface
+from tests.kit.hugging_face import NUM_TOKENS, small
 from tests.kit.training import rank_and_world
 
-NUM_TOKENS = 61
 LENGTH = 6
 SIZES: dict[str, Any] = {
     "hidden_size": 24,
     "intermediate_size": 40,
-    "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "max_position_embeddings": 32,
+    "pad_token_id": 0,
 }
 
 
 def llama(**sizes: Any) -> nn.Module:
     torch.manual_seed(5)
-    config = transformers.LlamaConfig(vocab_size=NUM_TOKENS, pad_token_id=0, **{**SIZES, **sizes})
-    return transformers.LlamaForCausalLM(config)
+    return small("LlamaForCausalLM", **SIZES | sizes)
 
 
 def mixtral() -> nn.Module:
     torch.manual_seed(5)
-    config = transformers.MixtralConfig(vocab_size=NUM_TOKENS, pad_token_id=0, num_local_experts=4, **SIZES)
-    return transformers.MixtralForCausalLM(config)
+    return small("MixtralForCausalLM", num_local_experts=4, **SIZES)
 
 
 def adapted() -> nn.Module:

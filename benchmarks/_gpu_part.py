@@ -2,7 +2,7 @@
 
 It is written after each number, so that a part that is cut off leaves what it had, and the next run of the part goes on
 there. A part that was done is measured again, as is one of another checkout, device or version. Importing this file
-needs no torch; `_gpu_part.py JOB` measures parts in this process.
+needs no torch; `_gpu_part.py JOB` measures a part in this process.
 """
 
 from __future__ import annotations
@@ -179,11 +179,12 @@ def shown(value: Cell) -> str:
 
 
 def main(job: dict[str, Any]) -> int:
-    """Measure parts. job: "folder", "parts", "only", "seconds"."""
+    """Measure a part. job: "folder", "part", "only", "seconds"."""
     ends = time.monotonic() + job["seconds"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the ranks of a job are stopped too
     faulthandler.dump_traceback_later(max(1.0, job["seconds"] - LEAVING_SECONDS))
-    modules = {part: importlib.import_module(PARTS[part].function.split(":")[0]) for part in job["parts"]}
+    module, function = PARTS[job["part"]].function.split(":")
+    measure = getattr(importlib.import_module(module), function)
     import _device
 
     gc.freeze()  # what imports have made stays: collections between trainings need not go through it
@@ -194,16 +195,11 @@ def main(job: dict[str, Any]) -> int:
         "versions": _device.versions(),
         "rehearsal": _device.is_rehearsal(),
     }
-    records = []
-    for part in job["parts"]:
-        record = Record(Path(job["folder"]), part, settings, job["only"], ends - time.monotonic())
-        with record.measuring(part):
-            getattr(modules[part], PARTS[part].function.split(":")[1])(record)
-        record.end()
-        records.append(record)
-    if any(record.left for record in records):
-        return OUT_OF_TIME_STATUS
-    return int(any(record.failures for record in records))
+    record = Record(Path(job["folder"]), job["part"], settings, job["only"], ends - time.monotonic())
+    with record.measuring(job["part"]):
+        measure(record)
+    record.end()
+    return OUT_OF_TIME_STATUS if record.left else int(bool(record.failures))
 
 
 if __name__ == "__main__":

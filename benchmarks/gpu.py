@@ -105,11 +105,11 @@ def environment_of(is_rehearsal: bool, path: str) -> dict[str, str]:
     return environment
 
 
-def run_parts(parts: list[str], options: argparse.Namespace, environment: dict[str, str]) -> str:
-    """Measure parts in one process, show its output, and return how it ended."""
+def run_part(part: str, options: argparse.Namespace, environment: dict[str, str]) -> str:
+    """Measure a part in a process, show its output, and return how it ended."""
     least = 600.0 if options.rehearse else 0.0  # the machine of a rehearsal is slow, and its times mean nothing
-    limit = sum(options.seconds or max(least, _gpu_part.PARTS[part].seconds) for part in parts)
-    job = {"folder": str(options.out.resolve()), "parts": parts, "only": options.only, "seconds": limit}
+    limit = options.seconds or max(least, _gpu_part.PARTS[part].seconds)
+    job = {"folder": str(options.out.resolve()), "part": part, "only": options.only, "seconds": limit}
     command = [sys.executable, str(ROOT / "benchmarks" / "_gpu_part.py"), json.dumps(job)]
     deadline = time.monotonic() + limit
     with (options.out / LOG_FILE).open("ab") as log, (options.out / LOG_FILE).open("rb") as said:
@@ -146,18 +146,15 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 def main() -> int:
     options = parse_arguments()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a running part is stopped too
-    # A rehearsal needs no time limit for each part, and the imports of one process are enough for all.
-    groups = [options.parts] if options.rehearse else [[part] for part in options.parts]
     for part in options.parts:
         _gpu_part.begin(options.out, part)
     with python_path() as path:
         environment = environment_of(options.rehearse, path)
-        for parts in groups:
-            ended = run_parts(parts, options, environment)
-            for part in parts:
-                found = _gpu_part.read(options.out)[part]
-                if found["status"] == _gpu_part.RUNNING:  # rows are left, or it was cut off, or has died
-                    _gpu_part.change(options.out, part, {**found, "status": ended})
+        for part in options.parts:
+            ended = run_part(part, options, environment)
+            found = _gpu_part.read(options.out)[part]
+            if found["status"] == _gpu_part.RUNNING:  # rows are left, or it was cut off, or has died
+                _gpu_part.change(options.out, part, {**found, "status": ended})
     results = _gpu_part.read(options.out)
     for part in options.parts:
         found = results[part]

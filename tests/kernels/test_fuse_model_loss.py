@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from lowtide.kernels.fuse import fuse_model
 from lowtide.kernels.fused_loss import loss_only
-from tests.kernels.fused_models import CAUSAL_LMS, NUM_TOKENS, gpt2, llama, token_batch
+from tests.kernels.fused_models import CAUSAL_LMS, gpt2, llama, token_batch
+from tests.kit.hugging_face import NUM_TOKENS
 
 STEPS = 2.0**-23 * 64  # roundings of float32 in a mean over few rows
 

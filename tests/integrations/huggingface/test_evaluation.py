@@ -10,7 +10,6 @@ import transformers
 
 import lowtide.huggingface
 from tests.integrations.huggingface.trainings import (
-    NUM_TOKENS,
     Sentences,
     apart,
     arguments,
@@ -21,6 +20,7 @@ from tests.integrations.huggingface.trainings import (
     stage,
     trainer,
 )
+from tests.kit.hugging_face import NUM_TOKENS
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal
 

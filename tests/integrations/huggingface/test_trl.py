@@ -11,7 +11,6 @@ import torch
 
 from lowtide.huggingface import LowtideMixin
 from tests.integrations.huggingface.trainings import (
-    NUM_TOKENS,
     Outcome,
     Sentences,
     apart,
@@ -20,6 +19,7 @@ from tests.integrations.huggingface.trainings import (
     outcome_of,
     stage,
 )
+from tests.kit.hugging_face import NUM_TOKENS
 from tests.kit.ranks import RankPool
 
 trl: Any = pytest.importorskip("trl", reason="trl is not installed: pip install trl datasets")

@@ -161,6 +161,7 @@ class FileStore:
             )
             error.__cause__ = entry.failure
             transfer.fail(error)
+        # After a failure too: each block is counted, and the last one ends the transfer.
         for index in range(len(entry.checksums)):
             self._threads.submit(partial(self._do_block, entry, transfer, verb, index))
 

@@ -191,6 +191,7 @@ class _Work:
                 if dx is not None:
                     of_piece = found.pop(0)
                     dx[..., part, :] = 0 if of_piece is None else of_piece
+                # From the end, so that each gradient is freed when it is added up.
                 for index in reversed(trained):
                     _add(sums, index, found.pop())
         for index, total in enumerate(sums):

@@ -257,6 +257,7 @@ class GradientScale:
             for node, indices in nodes.items():
                 if (node, factor) not in self._factors:  # else another loss of the same backward has hooked it
                     self._factors[node, factor] = _multiplied(node, indices, factor)
+        # Autograd alone holds the GraphTask, until this backward ends: then the reference is dead, after an error too.
         if not self.is_given:
             self._given = weakref.ref(GraphTask(self._end_given))
 

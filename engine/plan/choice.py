@@ -96,7 +96,7 @@ class Space:
 
     held: attribute -> fixed value. batch: samples of a step over all ranks; None: any. in_files: the offloads that have
     a folder. max_stages: the number of blocks of the model. can_split: whether a model can be trained with the degrees
-    of a choice; None: layers, sequences and experts are not split.
+    of a choice; None: layers, sequences and experts are not split. shards_stay: parameters are not offloaded.
     """
 
     machine: Machine
@@ -105,6 +105,7 @@ class Space:
     in_files: Set[str] = frozenset()
     held: Mapping[str, Any] = field(default_factory=dict)
     can_split: Callable[[Choice], bool] | None = None
+    shards_stay: bool = False
 
     def __iter__(self) -> Iterator[Choice]:
         for degrees in self._degrees():
@@ -195,7 +196,9 @@ class Space:
                     continue
                 for partition in self._values("partition", self._partitions(stage, shard_size or data, degrees)):
                     for of_optimizer in self._placements("offload_optimizer"):
-                        for of_param in self._placements("offload_param", may_be_away=stage == 3):
+                        for of_param in self._placements(
+                            "offload_param", may_be_away=stage == 3 and not self.shards_stay
+                        ):
                             if of_param == "none" or (partition == 1 and pipeline == 1):
                                 yield stage, shard_size, partition, of_optimizer, of_param
 

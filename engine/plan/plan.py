@@ -203,6 +203,7 @@ def plan_with(
         in_files=_in_files(config),
         held=_held(held) if wants else {},
         can_split=planner.can_split,
+        shards_stay=config.zero_optimization.offload_optimizer.overlap == "delayed",
     )
     choices = list(space)
     result = search(choices, planner.bound, planner.found, num_alternatives)
@@ -266,7 +267,7 @@ def _in_files(config: Config) -> set[str]:
     zero, activations = config.zero_optimization, config.activation_checkpointing.offload
     folders = {
         "offload_optimizer": zero.offload_optimizer.nvme_path,
-        "offload_param": zero.offload_param.nvme_path if zero.offload_optimizer.overlap != "delayed" else None,
+        "offload_param": zero.offload_param.nvme_path,
         "offload_activations": activations.nvme_path,
     }
     return {name for name, folder in folders.items() if folder is not None}

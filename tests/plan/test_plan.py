@@ -85,6 +85,14 @@ def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], more: di
     assert plan.config["zero_optimization"] == {"stage": 3, **more} and plan.fits == ("offload_param" in folders)
 
 
+def test_shards_of_a_delayed_update_stay_on_the_device() -> None:
+    """Though their host's memory and files are there, and the device's does not suffice."""
+    away = {"device": "auto", "nvme_path": "files"}
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "overlap": "delayed"}, "offload_param": away}
+    plan = of_tiny_gpt({"optimizer": ADAMW, "zero_optimization": zero}, device_memory=3e9 + 1e4)
+    assert not plan.fits and "offload_param" not in plan.config["zero_optimization"]
+
+
 AUTO_STAGE = {"zero_optimization": {"stage": "auto"}}
 HEADS = {"plan": {"blocks.*.qkv": "column/3", "blocks.*.out": "row"}}  # the model has their number as a number
 UNPLANNED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # said, config, options of lowtide.plan

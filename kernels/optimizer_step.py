@@ -27,6 +27,7 @@ from .weight_rounding import Rounding, rounded_weights, split_weights, step_key,
 KERNEL = "optimizer_step"
 CPU_FORMS = "a C++ pass per shard", "torch's kernels, chunk by chunk"  # with `CpuKernel`, and without it
 CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 per tensor: weight, gradient and two moments fit into a second-level cache
+_DEVICE_CHUNK_NUMEL = 1 << 22  # an operation on 16 MiB takes a device longer than its launch takes the host
 LAUNCH_NUMEL = 1 << 26  # half a millisecond: then the updated shards can be sent, beside the next launch
 # `Kind` in cpu_optimizer.cpp.
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
@@ -326,6 +327,11 @@ def _check_scalar(name: str, value: float | Tensor | None, master: Tensor) -> No
         )
 
 
+def chunk_numel(device_type: str) -> int:
+    """Return the elements that torch's operations work on at a time, so that their results take little memory."""
+    return CHUNK_NUMEL if device_type == "cpu" else _DEVICE_CHUNK_NUMEL
+
+
 def _update_by_torch(
     optimizer: Optimizer, shard: ShardUpdate, step: int, gradient_scale: float | Tensor, skip: Tensor | None
 ) -> None:
@@ -334,8 +340,9 @@ def _update_by_torch(
     device = shard.master.device if optimizer.keeps_step else torch.device("cpu")
     step_tensors = {number: torch.full((), float(number), device=device) for number in shard.steps if number}
     starts = [0, *(end for end, _ in shard.runs)]
-    for first in range(0, shard.numel, CHUNK_NUMEL):
-        last = min(first + CHUNK_NUMEL, shard.numel)
+    most = chunk_numel(shard.master.device.type)
+    for first in range(0, shard.numel, most):
+        last = min(first + most, shard.numel)
         inside = [
             (max(start, first) - first, min(end, last) - first, options, step_tensors[of_run])
             for start, (end, options), of_run in zip(starts, shard.runs, shard.steps, strict=False)

@@ -57,8 +57,8 @@ class WholeTensorRule:
     step, options, factors): the new direction of a matrix, (..., rows, columns). Matrices are in a group of options
     with `is_matrix`; `beside` updates the parameters of the other group, if set. factors(shape): states of a matrix
     that are not elementwise: name -> shape; float32 or wider, zero before the first step. The owner of the matrix keeps
-    them and changes them in place. takes_all: whether every parameter of two or more dimensions is a matrix, embeddings
-    and heads included.
+    them and changes them in place. workspace(shape): elements that `matrix` allocates, its result included. takes_all:
+    whether every parameter of two or more dimensions is a matrix, embeddings and heads included.
     """
 
     finish: Apply
@@ -66,6 +66,7 @@ class WholeTensorRule:
     matrix: Callable[[Tensor, int, Options, Mapping[str, Tensor]], Tensor] | None = None
     beside: Optimizer | None = None
     factors: Callable[[Sequence[int]], Mapping[str, tuple[int, ...]]] = lambda shape: {}
+    workspace: Callable[[Sequence[int]], int] = lambda shape: 0
     takes_all: bool = False
 
 

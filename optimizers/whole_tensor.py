@@ -109,9 +109,9 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     x = x / (x.norm() + 1e-7)
-    for _ in range(steps):
+    for _ in range(steps):  # x = a x + (b G + c G^2) x with G = x x^T
         gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = gram.addmm(gram, gram, beta=b, alpha=c).matmul(x).add_(x, alpha=a)
     result: Tensor = x.T if is_tall else x
     return result
 
@@ -119,7 +119,12 @@ def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
 def _muon_matrix(direction: Tensor, step: int, options: Options, factors: Mapping[str, Tensor]) -> Tensor:
     rows, columns = direction.shape
     scale: float = max(1.0, rows / max(columns, 1)) ** 0.5  # a matrix may be empty
-    return orthogonalised(direction, options["ns_steps"]) * scale
+    return orthogonalised(direction, options["ns_steps"]).mul_(scale)
+
+
+def _muon_workspace(shape: Sequence[int]) -> int:
+    """Two matrices, and two squares of the shorter side."""
+    return 2 * math.prod(shape) + 2 * min(shape) ** 2
 
 
 def _muon_finish(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -136,7 +141,7 @@ MUON = Optimizer(
         State("exp_avg_sq", needed_option="is_other", is_mean_of_squares=True),
     ),
     apply=_muon_direction,
-    whole=WholeTensorRule(finish=_muon_finish, matrix=_muon_matrix, beside=ADAMW),
+    whole=WholeTensorRule(finish=_muon_finish, matrix=_muon_matrix, workspace=_muon_workspace, beside=ADAMW),
     keeps_step=False,
 )
 
@@ -203,10 +208,11 @@ def _adafactor_matrix(gradient: Tensor, step: int, options: Options, factors: Ma
     rows, columns = factors["row_var"], factors["col_var"]
     rows.lerp_(squares.mean(-1, keepdim=True), weight)
     columns.lerp_(squares.mean(-2, keepdim=True), weight)
-    moments = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=_least(options))
-    direction = gradient / _root(moments, options)
-    size = max(1.0, float(direction.norm()) / math.sqrt(direction.numel()) / float(options["d"]))
-    return direction / size
+    # In the memory of the squares: a matrix may be the largest of the model.
+    moments = squares.copy_(rows).mul_(columns).div_(rows.mean(-2, keepdim=True).clamp(min=_least(options)))
+    direction = moments.clamp_(min=_least(options) ** 2).rsqrt_().mul_(gradient)
+    size = direction.norm() / (math.sqrt(direction.numel()) * float(options["d"]))
+    return direction.div_(size.clamp_(min=1.0))
 
 
 def _adafactor_ratio(options: Options, step: int, numel: int, weight_norm: float, direction_norm: float) -> float:
@@ -235,6 +241,7 @@ ADAFACTOR = Optimizer(
         ratio=_adafactor_ratio,
         matrix=_adafactor_matrix,
         factors=_adafactor_factors,
+        workspace=math.prod,
         takes_all=True,
     ),
     keeps_step=False,

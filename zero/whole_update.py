@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..comm import Collectives
 from ..kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
-from ..kernels.optimizer_step import ShardUpdate, update_shards
+from ..kernels.optimizer_step import ShardUpdate, chunk_numel, update_shards
 from ..kernels.weight_rounding import with_remainder
 from ..optimizers.optimizer import Optimizer, Options, WholeTensorRule
 from .fused_update import FusedUpdate, ScalarStates, UpdateTerms
@@ -75,8 +75,10 @@ class MatrixTrip:
                     low += param_shard.numel
         return owned
 
-    def scatter(self, owned: Mapping[int, Tensor], values: Tensor) -> None:
-        """Write the owners' results into values, (shard_numel,)."""
+    def scatter(self, owned: dict[int, Tensor], values: Tensor) -> None:
+        """Move the owners' results into values, (shard_numel,)."""
+        if self.is_repeated and self.exchange.size == 1:
+            return  # `gather` gave parts of `values`
         given = [
             owned[param_shard.index][param_shard.offset_in_param :][: param_shard.numel]
             for param_shards in self.param_shards
@@ -84,7 +86,10 @@ class MatrixTrip:
             if param_shard.index in owned
         ]
         counts = tuple(zip(*self._counts(), strict=True))
-        arrived = self._swap(_joined(given, values), counts, f"matrices back to {self.group.plan.name}")
+        joined = _joined(given, values)
+        given.clear()
+        owned.clear()  # the results have the size of a shard: not twice beside what arrives
+        arrived = self._swap(joined, counts, f"matrices back to {self.group.plan.name}")
         low = 0
         for param_shard in self._to_owners(self.exchange.place):
             values[param_shard.offset_in_shard :][: param_shard.numel] = arrived[low : low + param_shard.numel]
@@ -256,7 +261,8 @@ class WholeUpdate(FusedUpdate):
             shape = group.layout.param_views[index].shape
             options, step = terms.options[shard.runs.options_index(index)], terms.step_of(id(group.params[index]))
             factors = self._factors_of(shard, index, direction)
-            owned[index] = matrix(owned[index].view(shape), step, options, factors).reshape(-1)
+            given = owned[index].view(shape)
+            given.copy_(matrix(given, step, options, factors))
         trip.scatter(owned, direction)
 
     def _factors_of(self, shard: ShardState, index: int, like: Tensor) -> dict[str, Tensor]:
@@ -307,8 +313,12 @@ class _Norms:
             if start < 0 or end > values.numel():
                 continue
             row = (kind * self._num_params + param_shard.index) * NUM_LIMBS
-            squares = values[start:end].double().square().to(self._sums.device)
-            add_limbs(self._sums, _by_block(squares, start), row, self._sums.numel() - 1)
+            most = chunk_numel(values.device.type)  # whole blocks: sums of blocks are added exactly, in any order
+            for first in range(start - start % most, end, most):
+                begin = max(start, first)
+                part = values[begin : min(end, first + most)]
+                squares = part.to(self._sums.device, torch.float64, copy=True).square_()
+                add_limbs(self._sums, _by_block(squares, begin), row, self._sums.numel() - 1)
 
     def summed(self) -> list[list[float]]:
         """Return [kind][parameter], summed over the ranks of the group. A collective."""

@@ -14,6 +14,7 @@ import torch
 from ...comm import EXCHANGE_SLOTS, ParallelDims, exchange_slot_bytes, regions_of
 from ...comm.shared_memory import counters_bytes
 from ...comm.shared_segment import page_aligned
+from ...kernels.optimizer_step import chunk_numel
 from ...offload import FileStore
 from ...zero.host_update import MAX_COMING, MAX_LEAVING
 from ...zero.layout import round_up
@@ -397,18 +398,19 @@ class Footprint:
 
     def _factors(self, group: GroupPlan) -> int:
         """Return the bytes of states that are not elementwise, for this rank's matrices of the group."""
+        owned = self._owned_shapes(group)
+        return sum(map(self._blueprint.optimizer.factor_numel, owned)) * max(4, group.dtype.itemsize)
+
+    def _owned_shapes(self, group: GroupPlan) -> list[tuple[int, ...]]:
+        """Return the shapes of the group's matrices whose owner is this rank."""
         blueprint = self._blueprint
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
-            return 0
+            return []
         axes = group.sharding.owning_axes(self._counts(group.sharding).states)
         owners = owners_of(group.layout, blueprint.parallel_dims.size(axes))
         place = blueprint.parallel_dims.place(self._rank, axes)
-        own = (
-            param_view.shape
-            for param_view, owner in zip(group.layout.param_views, owners, strict=True)
-            if owner == place
-        )
-        return sum(map(blueprint.optimizer.factor_numel, own)) * max(4, group.dtype.itemsize)
+        views = zip(group.layout.param_views, owners, strict=True)
+        return [param_view.shape for param_view, owner in views if owner == place]
 
     def _beside_signs(self, group: GroupPlan) -> int:
         """Return the bytes of the error feedback of signs."""
@@ -432,17 +434,31 @@ class Footprint:
     def directions(self) -> tuple[int, int]:
         """Return (model, host): peak bytes of an update of whole parameters. No moment includes it.
 
-        A direction of a shard in float32 or wider, and as much again for matrices that are gathered on a rank.
+        A direction of a shard in float32 or wider, and this rank's matrices: see `MatrixTrip`.
         """
         optimizer, found = self._blueprint.optimizer, [0, 0]
         for group in self._plan.updated if optimizer.looks_at_whole else ():
             is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
             if optimizer.rule_beside_matrices is not None and not is_matrix:
                 continue  # the elementwise rule updates this group
-            nbytes = group.layout.shard_numel * max(4, group.dtype.itemsize) * (1 + is_matrix)
-            place = int(self._is_on_accelerator and self.leaves(group))
-            found[place] = max(found[place], nbytes)
+            numel, itemsize = group.layout.shard_numel, max(4, group.dtype.itemsize)
+            sent, beside = self._of_matrices(group) if is_matrix else (0, 0)
+            norms, on_host = 0, int(self._is_on_accelerator and self.leaves(group))
+            if optimizer.takes_norms:  # squares in float64, and these padded to whole blocks
+                largest = max((view.numel for view in group.layout.param_views), default=0)  # on some rank whole
+                norms = 2 * 8 * min(numel, largest, chunk_numel("cpu" if on_host else self._blueprint.device))
+            found[on_host] = max(found[on_host], numel * itemsize + max(sent * itemsize, beside * itemsize, norms))
+            found[0] = max(found[0], sent * itemsize)  # matrices of the host are sent by the device
         return found[0], found[1]
+
+    def _of_matrices(self, group: GroupPlan) -> tuple[int, int]:
+        """Return the elements that an update of matrices takes beside its direction: (while they are sent, then)."""
+        optimizer, owned = self._blueprint.optimizer, self._owned_shapes(group)
+        whole, is_sharded = sum(map(math.prod, owned)), self._counts(group.sharding).states > 1
+        workspace, replicas = max(map(optimizer.workspace_numel, owned), default=0), self._size(group.sharding.replicas)
+        if is_sharded:
+            return group.layout.shard_numel + whole, max(2 * whole, whole + workspace)
+        return (group.layout.shard_numel + replicas * whole) * (replicas > 1), workspace  # each gets its own copy
 
     def _second(self, group: GroupPlan) -> int:
         """Return the bytes of a second version of the parameters. Resident master weights make it unnecessary."""

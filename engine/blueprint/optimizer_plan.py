@@ -185,6 +185,17 @@ class OptimizerPlan:
         return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
 
     @property
+    def takes_norms(self) -> bool:
+        """Whether an update needs the norms of parameters."""
+        whole = None if self.fused is None else self.fused.optimizer.whole
+        return whole is not None and whole.ratio is not None
+
+    def workspace_numel(self, shape: Sequence[int]) -> int:
+        """Return the elements that the update of a matrix allocates."""
+        whole = None if self.fused is None else self.fused.optimizer.whole
+        return 0 if whole is None else whole.workspace(shape)
+
+    @property
     def sends_signs(self) -> bool:
         """Whether ranks exchange signs of momenta instead of gradients."""
         return self.fused is not None and self.fused.optimizer.sends_signs

@@ -61,6 +61,11 @@ def split(stage: int, every: int, accumulation: int, parallel: dict[str, Any], *
     return config_of(stage, every, accumulation, parallel=parallel, **more)
 
 
+def whole(kind: str, stage: int, **more: Any) -> dict[str, Any]:
+    """An optimizer whose update takes whole parameters, which are then the most of a step."""
+    return config_of(stage, 0, 1, optimizer={"type": kind}, **more)
+
+
 def small(config: dict[str, Any], model: str = "frozen gpt") -> Case:
     return Case(model, config, has_peak=False)
 
@@ -84,6 +89,9 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "updated in backward": Case("fused", config_of(0, 0, 1, zero=IN_BACKWARD)),
         "speculative, stage 1": Case("fused", config_of(1, 0, 1, zero=SPECULATIVE, **BF16)),
         "tiles of MLPs": Case("long gpt", config_of(0, 0, 1, tiles={"mlp": 50})),
+        "lamb": Case("fused", whole("lamb", 0)),
+        "muon": Case("fused", whole("muon", 1, **BF16)),
+        "adafactor": Case("fused", whole("adafactor", 0)),
     },
     ("data", 2): {
         "stage 0": Case("fused", config_of(0, 1, 2, **BF16)),
@@ -94,6 +102,9 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "speculative": Case("gpt", config_of(0, 1, 1, zero=SPECULATIVE, **BF16)),
         "updated in backward, stage 3": Case("gpt", config_of(3, 0, 1, zero=IN_BACKWARD)),
         "tiles of the loss": Case("long gpt", config_of(3, 1, 1, tiles=50)),
+        "muon, stage 0": Case("fused", whole("muon", 0)),
+        "muon, stage 3": Case("fused", whole("muon", 3, **BF16)),
+        "adafactor, stage 0": Case("fused", whole("adafactor", 0)),
         "frozen": small(config_of(2, 0, 1, **BF16)),
         "five microbatches": small(config_of(3, 0, 5)),
         "nothing ahead": small(config_of(3, zero={"stage3_prefetch_bucket_size": 0})),

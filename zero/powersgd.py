@@ -190,10 +190,9 @@ class PowerSGDReducer(GradientReducer):
         for thin, matrix, p in zip(self._layout.thin, matrices, bases, strict=True):
             q = summed[low : low + thin.columns * thin.rank].view(thin.columns, thin.rank)
             low += thin.columns * thin.rank
-            product = p @ q.T
+            product = torch.mm(p, q.T, out=message[thin.start : thin.end].view(thin.rows, thin.columns))
             # A rank's distance to the mean is an error too: the paper's algorithm 2.
             self._tried[thin.index] = matrix.sub_(product, alpha=1 / axis.size), q.clone()
-            message[thin.start : thin.end] = product.reshape(-1)
         self._finish(axis, message, shard, counts)
 
     def accept(self, unit: float) -> None:

@@ -160,10 +160,10 @@ class Footprint:
         left += [nbytes for group in plan.updated for nbytes in self._second_on_host(group, moment)]
         return RankBytes(
             parameters=sum(map(self._at_rest, plan.groups)),
-            gradients=sum(self.gradient(group, moment) + self._thin(group, moment) for group in plan.trained),
+            gradients=sum(self.gradient(group, moment) + self.thin(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
-            staging=self._staging() + self._leaving(),
+            staging=self._staging() + self._leaving() + self._thin_message(),
             host=_kept(shards, offload_plan.parameters is Placement.HOST)
             + _kept(chunks, offload_plan.states is Placement.HOST)
             + _kept(left, True),
@@ -421,7 +421,7 @@ class Footprint:
         place = self._blueprint.parallel_dims.place(self._rank, group.sharding.replicas)
         return layout.error_numel(place) * dtype.itemsize
 
-    def _thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
+    def thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """Return the bytes of PowerSGD's memory; two versions of it until a step counts."""
         low_rank, sizes = self._blueprint.low_rank, self._counts(group.sharding)
         if low_rank is None or sizes.states == sizes.replicas == 1:
@@ -430,6 +430,12 @@ class Footprint:
         itemsize = max(4, group.accumulation_dtype.itemsize)
         tried = layout.num_thin + layout.num_second if moment is MemoryPhase.REDUCED else 0
         return (layout.kept_numel(low_rank) + tried) * itemsize
+
+    def _thin_message(self) -> int:
+        """Return the bytes of the memory in which PowerSGD stages a gradient."""
+        sizes = [(group, self._counts(group.sharding)) for group in self._plan.trained]
+        numels = [group.layout.padded_numel for group, size in sizes if size.states * size.replicas > 1]
+        return 0 if self._blueprint.low_rank is None else 4 * max(numels, default=0)
 
     def directions(self) -> tuple[int, int]:
         """Return (model, host): peak bytes of an update of whole parameters. No moment includes it.

@@ -396,6 +396,7 @@ class Resting:
             group.name: tuple(
                 # If gradients accumulate in the shard, it exists from the start of a step.
                 footprint.gradient(group, MemoryPhase.REDUCED if footprint.adds_in_place(group) else moment)
+                + footprint.thin(group, moment)
                 for moment in moments
             )
             for group in plan.trained

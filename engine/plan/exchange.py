@@ -11,6 +11,7 @@ import torch
 from ...comm import ParallelDims, regions_of
 from ...kernels.quantized_blocks import quantized_bytes
 from ...zero.plan import GroupPlan
+from ...zero.powersgd import ThinLayout
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.offload import Placement
 from .machine import Machine
@@ -71,6 +72,8 @@ class CollectiveCosts:
 
     def reduce(self, group: GroupPlan) -> CollectiveCost:
         """Reduce a gradient over the ranks that shard the states."""
+        if self.blueprint.parallel_dims.size(group.sharding.states) > 1 and (thin := self._thin(group)):
+            return self._sum_thin(thin, group, group.sharding.states, 0)
         total, numel = CollectiveCost(), group.layout.padded_numel
         for axes, bits in group.levels:
             total = total.and_then(self._spread("reduce", axes, _message_bytes(numel, group.reduce_dtype, bits)))
@@ -79,11 +82,29 @@ class CollectiveCosts:
 
     def all_reduce(self, group: GroupPlan, rank: int = 0) -> CollectiveCost:
         """Reduce the shard of a gradient over replicas."""
-        (names, bits), numel = group.replicas, group.layout.shard_numel
-        size = self.blueprint.parallel_dims.size(names)
-        if size == 1:
+        names, bits = group.replicas
+        if self.blueprint.parallel_dims.size(names) == 1:
             return CollectiveCost()
-        wide, narrow = group.accumulation_dtype.itemsize, group.reduce_dtype.itemsize
+        if thin := self._thin(group):
+            return self._sum_thin(thin, group, names, rank)
+        return self._sum(names, group.layout.shard_numel, group.reduce_dtype, group.accumulation_dtype, bits, rank)
+
+    def _thin(self, group: GroupPlan) -> ThinLayout | None:
+        """Return the matrices that PowerSGD sends; None if the gradient is sent as it is."""
+        low_rank = self.blueprint.low_rank
+        layout = None if low_rank is None else ThinLayout.of(group.layout, low_rank)
+        return layout if layout and layout.thin else None
+
+    def _sum_thin(self, layout: ThinLayout, group: GroupPlan, names: Sequence[str], rank: int) -> CollectiveCost:
+        dtype = group.reduce_dtype
+        first, second = (self._sum(names, n, dtype, dtype, None, rank) for n in (layout.num_first, layout.num_second))
+        return first.and_then(second)
+
+    def _sum(
+        self, names: Sequence[str], numel: int, reduce: torch.dtype, total: torch.dtype, bits: int | None, rank: int
+    ) -> CollectiveCost:
+        """Sum `numel` elements, sent in the dtype `reduce`, over the ranks of axes. total: the dtype of the sum."""
+        size, wide, narrow = self.blueprint.parallel_dims.size(names), total.itemsize, reduce.itemsize
         region = regions_of(numel, size)[self.blueprint.parallel_dims.place(rank, names)]
         summed = region.stop - region.start  # elements that this rank sums and sends to all
         if bits is not None:  # terms and sums are quantized
@@ -92,7 +113,7 @@ class CollectiveCosts:
             sent = (numel - summed) * narrow + (size - 1) * summed * wide
         else:
             sent = 2 * numel * narrow * (size - 1) // size
-        once = self.machine.collective(_message_bytes(numel, group.reduce_dtype, bits), size, self._on_host(names))
+        once = self.machine.collective(_message_bytes(numel, reduce, bits), size, self._on_host(names))
         return self._message("reduce", names, sent, 2 * once)
 
     def refresh(self, group: GroupPlan) -> CollectiveCost:

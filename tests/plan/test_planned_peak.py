@@ -66,6 +66,11 @@ def whole(kind: str, stage: int, **more: Any) -> dict[str, Any]:
     return config_of(stage, 0, 1, optimizer={"type": kind}, **more)
 
 
+def thin(stage: int, accumulation: int, **more: Any) -> dict[str, Any]:
+    low_rank = {"rank": 2, "start_step": 1, "min_compression_rate": 2}
+    return config_of(stage, 0, accumulation, communication={"transport": "sockets", "power_sgd": low_rank}, **more)
+
+
 def small(config: dict[str, Any], model: str = "frozen gpt") -> Case:
     return Case(model, config, has_peak=False)
 
@@ -102,6 +107,9 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "speculative": Case("gpt", config_of(0, 1, 1, zero=SPECULATIVE, **BF16)),
         "updated in backward, stage 3": Case("gpt", config_of(3, 0, 1, zero=IN_BACKWARD)),
         "tiles of the loss": Case("long gpt", config_of(3, 1, 1, tiles=50)),
+        "power sgd, stage 0": Case("fused", thin(0, 2), 3),
+        "power sgd, stage 1": Case("fused", thin(1, 1), 3),
+        "power sgd, bf16": Case("gpt", thin(1, 1, **BF16), 3, has_peak=False),
         "muon, stage 0": Case("fused", whole("muon", 0)),
         "muon, stage 3": Case("fused", whole("muon", 3, **BF16)),
         "adafactor, stage 0": Case("fused", whole("adafactor", 0)),

@@ -64,7 +64,12 @@ ASKED = {
     "offload": [
         ["tests/offload"],
         ["tests/zero", "tests/engine", "-k", "offload or host or delayed or speculative"],
-        ["tests/parallel/test_split_plan.py", "tests/pretend/test_parity.py", "tests/pretend/test_host_update.py"],
+        [
+            "tests/parallel/test_split_plan.py",
+            "tests/pretend/test_parity.py",
+            "tests/pretend/test_host_update.py",
+            "tests/pretend/test_host_waits.py",
+        ],
     ],
     "integrations": [["tests/integrations/huggingface/test_parity.py"]],
     "checkpoint": [["tests/checkpoint"], ["tests/engine", "-k", "checkpoint or export or load or adapter"]],

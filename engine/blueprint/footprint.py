@@ -433,9 +433,11 @@ class Footprint:
 
     def _thin_message(self) -> int:
         """Return the bytes of the memory in which PowerSGD stages a gradient."""
+        if self._blueprint.low_rank is None:
+            return 0
         sizes = [(group, self._counts(group.sharding)) for group in self._plan.trained]
-        numels = [group.layout.padded_numel for group, size in sizes if size.states * size.replicas > 1]
-        return 0 if self._blueprint.low_rank is None else 4 * max(numels, default=0)
+        sent = [group for group, size in sizes if size.states * size.replicas > 1]
+        return max((one.layout.padded_numel * max(4, one.accumulation_dtype.itemsize) for one in sent), default=0)
 
     def directions(self) -> tuple[int, int]:
         """Return (model, host): peak bytes of an update of whole parameters. No moment includes it.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels.dispatch import Backend
 from ...optimizers import OPTIMIZERS
-from ...optimizers.optimizer import Optimizer, OptimizerParams, Options
+from ...optimizers.optimizer import Optimizer, OptimizerParams, Options, WholeTensorRule
 from ...zero.fused_update import FusedUpdate
 from ...zero.master_weights import MasterWeights
 from ...zero.plan import GroupPlan, Role
@@ -176,29 +176,29 @@ class OptimizerPlan:
     @property
     def rule_beside_matrices(self) -> Optimizer | None:
         """The rule for parameters that are no matrices, if it differs."""
-        whole = None if self.fused is None else self.fused.optimizer.whole
-        return None if whole is None else whole.beside
+        return None if self._whole is None else self._whole.beside
 
     def factor_numel(self, shape: Sequence[int]) -> int:
         """Return the elements of a matrix's states that are not elementwise."""
-        whole = None if self.fused is None else self.fused.optimizer.whole
-        return 0 if whole is None else sum(math.prod(one) for one in whole.factors(shape).values())
+        return 0 if self._whole is None else sum(math.prod(one) for one in self._whole.factors(shape).values())
 
     @property
     def takes_norms(self) -> bool:
         """Whether an update needs the norms of parameters."""
-        whole = None if self.fused is None else self.fused.optimizer.whole
-        return whole is not None and whole.ratio is not None
+        return self._whole is not None and self._whole.ratio is not None
 
     def workspace_numel(self, shape: Sequence[int]) -> int:
         """Return the elements that the update of a matrix allocates."""
-        whole = None if self.fused is None else self.fused.optimizer.whole
-        return 0 if whole is None else whole.workspace(shape)
+        return 0 if self._whole is None else self._whole.workspace(shape)
 
     @property
     def sends_signs(self) -> bool:
         """Whether ranks exchange signs of momenta instead of gradients."""
         return self.fused is not None and self.fused.optimizer.sends_signs
+
+    @property
+    def _whole(self) -> WholeTensorRule | None:
+        return None if self.fused is None else self.fused.optimizer.whole
 
     @cached_property
     def _matrices(self) -> frozenset[int]:

@@ -56,6 +56,12 @@ _NO_FLOAT16 = (
     "float16 with a loss scale"
 )
 
+_NO_LAST_LOSS = (
+    "training_step: expected a loss for batch {}, the last of an accumulation window, found None. The step needs its "
+    "backward, else the gradients of {} earlier microbatches are lost. Return 0 times a finite output of the model, or "
+    "use Trainer(accumulate_grad_batches=1), where a batch without a loss is skipped"
+)
+
 
 class EnginePrecision:
     """A precision plugin with the engine's backward, clipping and step.
@@ -137,9 +143,12 @@ class EnginePrecision:
             )
         result = closure()
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]  # of the package's class
-        if result is not None or not model.automatic_optimization:  # None: training_step asked for no step, as in DDP
-            self.needed_engine().step()
-        return result
+        engine = self.needed_engine()
+        if result is not None or not model.automatic_optimization:
+            engine.step()
+        elif engine.microbatches_done:  # the engine ends a step in its last backward, and there is none
+            raise ValueError(_NO_LAST_LOSS.format(model.trainer.fit_loop.batch_idx, engine.microbatches_done))
+        return result  # None: training_step asked for no step, as in DDP
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"

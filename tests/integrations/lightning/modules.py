@@ -55,7 +55,7 @@ def lightning() -> Any:
 def module(pl: Any, **how: Any) -> Any:
     """calls "net": in training_step, in place of the module itself. manual: optimization. configured: the net is made
     in `configure_model`, on_meta: on the meta device. optimizers: how many.
-    trained_only: of what is not frozen, without a scheduler."""
+    trained_only: of what is not frozen, without a scheduler. skipped: batches whose training_step returns None."""
 
     class Module(pl.LightningModule):  # type: ignore[misc]  # of the package that is used
         def __init__(self, how: dict[str, Any]) -> None:
@@ -77,6 +77,8 @@ def module(pl: Any, **how: Any) -> Any:
             return self.net(x)
 
         def training_step(self, batch: Any, index: int) -> Any:
+            if index in self.how.get("skipped", ()):
+                return None
             x, y = batch
             predicted = self.net(x) if self.how.get("calls") == "net" else self(x)
             loss = nn.functional.mse_loss(predicted.float(), y.float())

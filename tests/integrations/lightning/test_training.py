@@ -146,6 +146,13 @@ def by_several_trainers(strategy: str) -> list[float]:
     return [float(second.callback_metrics["valid"]), *fitted(third, made)]
 
 
+def with_steps_without_a_loss(strategy: str) -> list[float]:
+    """A first microbatch, a whole window, and a last window that is short, of whose batches none has a loss."""
+    pl = lightning()
+    warnings.filterwarnings("ignore", message=r"`training_step` returned `None`")
+    return fitted(trainer(pl, strategy, accumulate_grad_batches=3), module(pl, skipped=(0, 6, 7, 8, 15)))
+
+
 # DDP does not sum gradients of what was frozen when it was made, so one rank unfreezes.
 OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
     (in_the_other_package, 1, "lowtide_stage_3"),
@@ -155,6 +162,8 @@ OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
     (with_the_optimizer_of_the_config, 1, "lowtide_stage_2"),
     (with_averages, 2, "lowtide_stage_3"),
     (by_several_trainers, 1, "lowtide_stage_3"),
+    (with_steps_without_a_loss, 1, "lowtide_stage_2"),  # Lightning refuses them on several ranks
+    (with_steps_without_a_loss, 1, "lowtide_stage_3"),
 ]
 
 
@@ -208,6 +217,17 @@ def fit_with(pl: Any, strategy: dict[str, Any], how: dict[str, Any], options: di
 def test_what_the_engine_would_not_do_is_refused(said: str) -> None:
     kind = TypeError if "unknown argument" in said else ValueError
     assert said in refusal(fit_with, lightning(), *REFUSED[said], kind=kind)
+
+
+@on_ranks(1)
+def test_a_window_is_not_dropped_by_a_last_batch_without_a_loss() -> None:
+    warnings.filterwarnings("ignore", message=r"`training_step` returned `None`")
+    options = {"accumulate_grad_batches": 3}
+    assert refusal(fit_with, lightning(), {"stage": 2}, {"skipped": (4, 5)}, options) == (
+        "training_step: expected a loss for batch 5, the last of an accumulation window, found None. The step needs "
+        "its backward, else the gradients of 1 earlier microbatches are lost. Return 0 times a finite output of the "
+        "model, or use Trainer(accumulate_grad_batches=1), where a batch without a loss is skipped"
+    )
 
 
 # -- precisions -------------------------------------------------------------------------------------------------------

@@ -196,6 +196,24 @@ class AccumulationState:
                 "microbatches of a step; set gradient_accumulation_steps"
             )
 
+    @property
+    def is_counted_by_caller(self) -> bool:
+        """Return whether the caller says which backward completes this step. Else the config counts."""
+        return self._by_hand or self._is_last is not None or self._counted_by is not None
+
+    def check_caller_counts(self) -> None:
+        """Raise StateError if the config counts: after a complete step another backward would begin a sum without end.
+
+        Called before a backward that comes between a complete step and its update.
+        """
+        if not self.is_counted_by_caller:
+            raise StateError(
+                f"backward: expected engine.step() after the {self.accumulation} microbatches of a step "
+                "(gradient_accumulation_steps), found another backward; call engine.step() after every backward (it "
+                "acts when the step is complete). A loop that counts itself sets gradient_accumulation_steps to 1 and "
+                "says engine.accumulate(last=...)"
+            )
+
     def refuse_backward(self) -> NoReturn:
         """Raise StateError: the gradients of this step are clipped already."""
         raise StateError(
@@ -303,6 +321,8 @@ class Steps:
         if self.accumulated.clipping_by_hand is not None:
             self.accumulated.refuse_backward()
         boundary = self.accumulated.would_complete(num_microbatches)
+        if self.accumulated.is_complete and not boundary:
+            self.accumulated.check_caller_counts()
         on_final = self.update.begin_backward(boundary)
         if on_final is not None:  # parameters change in this backward
             self.num_changes += 1

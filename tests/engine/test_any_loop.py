@@ -484,10 +484,10 @@ def test_every_loop_trains_as_in_plain_torch(ranks: RankPool, transport: str, tm
         torch.testing.assert_close(states, run_plainly(loop, world_size), rtol=1e-5, atol=1e-6, msg=what)
 
 
-def engine_for(stage: int = 0, bf16: bool = False, **zero: Any) -> lowtide.Engine:
+def engine_for(stage: int = 0, bf16: bool = False, accumulation: int = 1, **zero: Any) -> lowtide.Engine:
     torch.manual_seed(0)
     config = {"optimizer": OPTIMIZER, "bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage, **zero}}
-    return lowtide.initialize(net(), config)
+    return lowtide.initialize(net(), {**config, "gradient_accumulation_steps": accumulation})
 
 
 def loss_of(engine: lowtide.Engine, step: int = 0) -> Tensor:
@@ -572,6 +572,30 @@ def test_no_sync_adds_to_the_step_of_the_next_backward() -> None:
                 engine.step()
             states.append(engine.state_dict())
     torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_between_a_counted_step_and_its_update_is_refused(stage: int) -> None:
+    """As of a loop with five batches an epoch, in steps of two. The complete step is there as before."""
+    states = []
+    for is_refused in (False, True):
+        with engine_for(stage, accumulation=2) as engine:
+            for step in (5, 5, 0, 1) if is_refused else (0, 1):
+                loss_of(engine, step).backward()
+                if step == 5 and engine.is_step_complete:
+                    engine.module.zero_grad()
+            loss = loss_of(engine, step=2)
+            for backward in (loss.backward, partial(engine.backward, loss)) if is_refused else ():
+                assert refusal(backward, kind=StateError) == (
+                    "backward: expected engine.step() after the 2 microbatches of a step (gradient_accumulation_steps),"
+                    " found another backward; call engine.step() after every backward (it acts when the step is "
+                    "complete). A loop that counts itself sets gradient_accumulation_steps to 1 and says "
+                    "engine.accumulate(last=...)"
+                )
+            engine.step()
+            assert engine.global_step == 1
+            states.append(engine.state_dict())
+    assert differences(*states) == []
 
 
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (2, True), (3, False)])

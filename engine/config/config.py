@@ -292,7 +292,8 @@ class Config(Section):
             faults.append(batch)
         elif batch is not None:
             update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
-            update["elasticity"] = self.elasticity.model_copy(update={"enabled": False})  # it has chosen
+            if self.elasticity.enabled:
+                update["elasticity"] = ElasticityConfig()  # it has chosen; its keys would be without effect
             if self.pipeline.microbatches is not None:
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)

@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive, worded
 from ...optimizers import OPTIMIZERS
-from .errors import ConfigSection, Fault, needs
+from .errors import ConfigSection, Fault, needs, quoted
 
 
 class BF16Config(ConfigSection):
@@ -72,6 +72,16 @@ class FP16Config(ConfigSection):
 
     min_loss_scale: Float = Field(default=1.0, ge=0)
     """Dynamic: the smallest scale."""
+
+    def faults(self, config: Any) -> list[Fault]:
+        first = 2**self.initial_scale_power
+        if not self.enabled or self.loss_scale > 0 or self.min_loss_scale <= first:
+            return []
+        message = (
+            f"expected at most the first scale, 2 ** fp16.initial_scale_power({self.initial_scale_power}) = {first}, "
+            f"found {quoted(self.min_loss_scale)}: an overflow would raise the scale"
+        )
+        return [Fault("fp16.min_loss_scale", "conflict", message)]
 
     def notes(self, config: Any) -> list[str]:
         if not self.enabled:

@@ -67,7 +67,9 @@ def test_elastic_numbers_are_deepspeeds(
 ) -> None:
     loaded = Config.load({"elasticity": elasticity})
     config = loaded.resolve(ranks)
-    assert triple(config) == [batch, micro, batch // micro // ranks] and Config.load(config.as_dict()) == config
+    again = Config.load(config.as_dict())
+    assert triple(config) == [batch, micro, batch // micro // ranks]
+    assert again == config and again.notes == again.resolve(ranks).notes == ()
     _, sizes = legal_sizes(loaded.elasticity)
     assert ranks not in sizes if num_sizes is None else len(sizes) == num_sizes
 

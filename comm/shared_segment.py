@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import secrets
 import sys
 import time
@@ -64,6 +65,8 @@ def shared_memory_fault(nbytes: int) -> str:
     free = free_shared_bytes()
     if free <= nbytes:
         return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
+    if fault := _size_limit_fault(nbytes):
+        return fault
     path, fault = _create_file(_PAGE_BYTES, "a first page")  # /dev/shm may be read-only
     if path:
         os.unlink(path)
@@ -96,7 +99,19 @@ def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gat
     return memory
 
 
+def _size_limit_fault(nbytes: int) -> str:
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit == resource.RLIM_INFINITY or limit >= nbytes:
+        return ""
+    return f"`ulimit -f` allows {limit:,} bytes in a file, and {nbytes:,} are needed"
+
+
 def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
+    if fault := _size_limit_fault(nbytes):
+        return "", (
+            f"shared memory for {purpose}: {fault}. Raise the limit, or set "
+            '"communication": {"transport": "sockets"}.'
+        )
     path = os.path.join(FOLDER, f"lowtide-{os.getpid()}-{secrets.token_hex(8)}")
     try:
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)

@@ -5,7 +5,9 @@ And whoever waits for counters of others learns who will not come.
 
 import errno
 import os
-from contextlib import nullcontext
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -13,9 +15,9 @@ import pytest
 import torch
 
 from lowtide.comm import CollectiveError, Mesh, ParallelDims, World
-from lowtide.comm.shared_segment import COUNTERS_NUMEL, POSTED, SharedCounters
+from lowtide.comm.shared_segment import COUNTERS_NUMEL, POSTED, SharedCounters, map_together, shared_memory_fault
 from tests.kit.ranks import RankPool
-from tests.kit.training import logged
+from tests.kit.training import logged, refusal
 
 SEGMENT = "lowtide.comm.shared_segment"
 REAL_OPEN = os.open
@@ -133,6 +135,27 @@ def test_auto_takes_sockets_on_all_ranks_where_one_gets_no_shared_memory(
     assert [name for name, *_ in found] == ["sockets", "sockets"]
     assert [len(said) for *_, said in found] == [1, 0]
     assert found[0][2][0].startswith(f'communication.transport: "auto" uses sockets, because on rank 1 {why}')
+
+
+@contextmanager
+def files_of_at_most(nbytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_limit_of_the_size_of_files_is_not_taken_for_a_full_folder() -> None:
+    def mapped(nbytes: int) -> int:
+        return map_together(nbytes, "gradients", 0, [0], lambda value, what: [value]).numel()
+
+    with files_of_at_most(65536):
+        assert mapped(65536) == 65536 and shared_memory_fault(65536) == ""
+        fault, text = shared_memory_fault(65537), refusal(mapped, 65537, kind=CollectiveError)
+    assert fault == "`ulimit -f` allows 65,536 bytes in a file, and 65,537 are needed"
+    assert text == f"shared memory for gradients: {fault}. Raise the limit, {SOCKETS}."
 
 
 def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

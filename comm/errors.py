@@ -124,14 +124,15 @@ class ErrorBroadcast:
             self.broadcast(error)
             raise
 
-    def broadcast(self, error: BaseException) -> None:
+    def broadcast(self, error: BaseException, may_repeat: bool = True) -> None:
         """Announce an error that ends a pass.
 
-        An error before the first collective is not announced: the pass may be repeated with another batch.
+        may_repeat: an error before the first collective is not announced, since the pass may be repeated with another
+        batch.
         """
         self._is_told = True
         begun = self._counts()
-        if begun == self._mark and not isinstance(error, CollectiveError):
+        if may_repeat and begun == self._mark and not isinstance(error, CollectiveError):
             return
         self._mark = begun
         self._num_told += 1

@@ -210,9 +210,9 @@ class Engine(ModuleFacade):
         """Compute gradients of the mean loss over microbatches and ranks, and reduce them as the ZeRO stage says.
 
         Inputs, and leaves outside of the engine, get the gradient of `loss` itself. An error ends the step: its
-        gradients are forgotten, and the next microbatch is the first of a new step. `loss.backward()` does the same
-        for any graph through the output of the engine, also of several engines; but then the result of the step has no
-        loss (None): see `scale`.
+        gradients are forgotten, and the next microbatch is the first of a new step (see `microbatches_lost`).
+        `loss.backward()` does the same for any graph through the output of the engine, also of several engines; but
+        then the result of the step has no loss (None): see `scale`.
         """
         self._check_trains("engine.backward")
         self._runner.backward(self._steps, loss)
@@ -225,6 +225,8 @@ class Engine(ModuleFacade):
         Raises StateError without a backward since the last step, or if no parameter got a gradient.
         """
         self._check_trains("engine.step")
+        if self.microbatches_lost:
+            self._steps.accumulated.refuse_lost("engine.step()")
         if not self.microbatches_done:
             raise StateError(NO_BACKWARD)
         return self._step(by_hand=True)
@@ -343,6 +345,13 @@ class Engine(ModuleFacade):
     def microbatches_done(self) -> int:
         """The number of backwards since the last step. If it is 0, `step` is an error."""
         return self._steps.accumulated.num_microbatches
+
+    @property
+    def microbatches_lost(self) -> int:
+        """How many backwards an error in a later backward has dropped, if the loop says which is last. If it
+        is not 0, backwards and `step` are errors until `zero_grad`: begin the step again.
+        """
+        return self._steps.accumulated.num_lost
 
     @property
     def is_step_complete(self) -> bool:

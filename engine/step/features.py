@@ -2,7 +2,7 @@
 
 [Note: moments of a step]
     forward     before_call, before_forward | around_forward ( the model )
-    backward    before_call, before_backward | autograd; gradients are reduced as they arrive
+    backward    before_call, before_backward | autograd; gradients are reduced as they arrive | after_abort on an error
     step        before_step, before_call, before_update | sum over ranks, update | after_update, after_step,
                 before_next_step
 
@@ -82,6 +82,9 @@ class StepFeature:
     def before_backward(self) -> None:
         """Run before a backward, when it is not known yet if it completes the step."""
 
+    def after_abort(self) -> None:
+        """Run when an error has ended a backward, and the gradients of its step are forgotten."""
+
     def between_steps(self, what: str) -> None:
         """Raise StateError if a call (what) that needs the time between two steps comes in the middle of a step."""
 
@@ -148,6 +151,7 @@ class StepFeatures:
     around_forward: tuple[Callable[[], AbstractContextManager[object]], ...]
     before_evaluation: tuple[Callable[[Any], None], ...]
     before_backward: tuple[Callable[[], None], ...]
+    after_abort: tuple[Callable[[], None], ...]
     between_steps: tuple[Callable[[str], None], ...]
     before_step: tuple[Callable[[], None], ...]
     before_update: tuple[Callable[[], None], ...]

@@ -54,14 +54,23 @@ class GradientPlaceholders(StepFeature):
 
     def before_backward(self) -> None:
         if self._final.are_there:
+            is_lost = self._steps.accumulated.num_lost > 0
             cleared = self._final.take_out()
             if self._are_all(cleared):
-                self._note(cleared)
+                if not is_lost:
+                    self._note(cleared)
                 self._steps.forget(ends_graphs=False)  # torch's zero_grad() before another backward does the same
+            elif is_lost:
+                self._final.put()  # this backward is refused
             elif cleared:
                 self._clear(cleared)
         if self._taken.are_there:
             self.take_cleared_so_far("backward")
+
+    def after_abort(self) -> None:
+        """Show placeholders if the step must be begun again: then torch's zero_grad() does what the engine's does."""
+        if self._steps.accumulated.num_lost:
+            self._final.put()
 
     def before_step(self) -> None:
         """Clear the final gradients whose placeholders the caller has cleared, and remove the placeholders."""

@@ -87,6 +87,8 @@ class AccumulationState:
         self.lacks_loss = False  # the caller ran the backward of an unknown loss
         self.num_microbatches = 0  # whose backward has ended
         self.num_begun = 0  # with the microbatches of the running backward
+        self.num_lost = 0
+        """Microbatches of this step whose gradients an error has dropped, though the caller counts them."""
         self.is_complete = False
         """Whether the last backward completed the step, so that gradients are final."""
         self.clipping_by_hand: Clipping | None = None  # by `engine.clip_grad_norm_`
@@ -158,6 +160,7 @@ class AccumulationState:
     def would_complete(self, num_microbatches: int) -> bool:
         """Return True if a backward of `num_microbatches` microbatches would complete the step."""
         if self._is_last is not None:
+            self._by_hand = True  # again, if a step was forgotten inside of `accumulate`
             return self._is_last
         if self._counted_by is not None:
             return self._counted_by()
@@ -166,10 +169,18 @@ class AccumulationState:
     def forget(self) -> None:
         """Begin a new step."""
         self.losses.clear()
-        self.num_microbatches = self.num_begun = 0
+        self.num_microbatches = self.num_begun = self.num_lost = 0
         self.is_complete = self.lacks_loss = self._by_hand = self.is_void = False
         self.clipping_by_hand = None
         self.inconsistencies.clear()
+
+    def refuse_lost(self, what: str) -> NoReturn:
+        """Raise StateError: the caller would complete a step without the microbatches that were dropped."""
+        raise StateError(
+            f"{what}: expected all microbatches of the step, found {self.num_lost} lost: an error in a backward has "
+            "dropped the gradients of this step so far. Call engine.zero_grad(), and begin the step again with its "
+            "first microbatch"
+        )
 
     def check_between(self, what: str) -> None:
         """Raise StateError in the middle of a step, or inside `no_sync` or `accumulate`."""
@@ -318,6 +329,8 @@ class Steps:
             self.refuse_more("another backward")  # the last backward completed the step, and more gradients come
         for begin in self.features.before_backward:
             begin()
+        if self.accumulated.num_lost:
+            self.accumulated.refuse_lost("backward")
         if self.accumulated.clipping_by_hand is not None:
             self.accumulated.refuse_backward()
         boundary = self.accumulated.would_complete(num_microbatches)
@@ -340,11 +353,21 @@ class Steps:
         self.accumulated.num_microbatches += num_microbatches
 
     def abort_backward(self, error: BaseException) -> None:
-        """Forget the step whose backward `error` has interrupted."""
+        """Forget the step whose backward `error` has interrupted.
+
+        If the caller counts the microbatches, the step is not complete without those that are forgotten here.
+        """
+        accumulated = self.accumulated
+        num_lost = accumulated.num_lost + (accumulated.num_microbatches if accumulated.is_counted_by_caller else 0)
+        # Other ranks keep the sums of earlier microbatches, which this rank forgets: a repeated backward does not fit.
+        may_repeat = not (accumulated.num_microbatches and any(gradient.takes_each for gradient in self.gradients))
         # First, as `abort` waits for reductions in flight: ranks that wait for this rank learn why it does not come.
-        self._mesh.error_broadcast.broadcast(error)
+        self._mesh.error_broadcast.broadcast(error, may_repeat)
         self._passes.abort(error)
         self.forget(error=error)
+        accumulated.num_lost = num_lost
+        for react in self.features.after_abort:
+            react()
 
     def refuse_more(self, what: str) -> None:
         """Roll back a speculative update. Raise StateError if the update is final already (`update_in_backward`)."""

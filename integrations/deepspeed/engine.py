@@ -247,7 +247,8 @@ class DeepSpeedEngine(nn.Module):
         if self._stepped is not None:
             self._stepped.kwargs = lr_kwargs
         number = self.lowtide.global_step
-        result = self.lowtide.step() if self.lowtide.microbatches_done else None
+        has_begun = self.lowtide.microbatches_done or self.lowtide.microbatches_lost
+        result = self.lowtide.step() if has_begun else None
         is_made = self.lowtide.global_step != number
         if result is None or not is_made:  # no backward since the last step, so no gradients
             self._check_no_gradients()
@@ -308,8 +309,14 @@ class DeepSpeedEngine(nn.Module):
         return self._boundary.coalesced(self._config.stage)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the step so far. At stages 2 and 3, only after the last backward of a step."""
-        if self._config.stage < 2 or self.lowtide.is_step_complete:
+        """Drop the gradients of the step so far. At stages 2 and 3, only after the last backward of a step.
+
+        If an error in a backward has dropped them, the next microbatch is the first of the step at each stage.
+        """
+        if self.lowtide.microbatches_lost:
+            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            self.lowtide.zero_grad()
+        elif self._config.stage < 2 or self.lowtide.is_step_complete:
             self.lowtide.zero_grad()
 
     @property

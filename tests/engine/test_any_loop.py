@@ -598,6 +598,63 @@ def test_a_backward_between_a_counted_step_and_its_update_is_refused(stage: int)
     assert differences(*states) == []
 
 
+CLEAR_ALL: tuple[Callable[[lowtide.Engine], object], ...] = (
+    lambda engine: engine.zero_grad(),
+    lambda engine: engine.module.zero_grad(),
+    lambda engine: engine.module.zero_grad(set_to_none=False),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_that_an_error_has_cut_is_not_completed_without_its_first_part(stage: int) -> None:
+    """Where the loop counts: else the rest of the step would be taken for the whole."""
+    states = []
+    for clears in ((), CLEAR_ALL):
+        with engine_for(stage) as engine:
+            for clear in clears:
+                with engine.no_sync():
+                    for step in (5, 6):
+                        loss_of(engine, step).backward()
+                hook = engine.module.get_parameter("2.weight").register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(engine, step=7).backward()
+                hook.remove()
+                loss = loss_of(engine, step=7)
+                asks = {"engine.step()": (engine.step,), "backward": (loss.backward, partial(engine.backward, loss))}
+                for what, ask in ((what, ask) for what, all_asks in asks.items() for ask in all_asks):
+                    assert refusal(ask, kind=StateError) == (
+                        f"{what}: expected all microbatches of the step, found 2 lost: an error in a backward has "
+                        "dropped the gradients of this step so far. Call engine.zero_grad(), and begin the step again "
+                        "with its first microbatch"
+                    )
+                assert engine.microbatches_lost == 2
+                clear(engine)
+            for step in range(2):
+                with engine.accumulate(last=step == 1):
+                    loss_of(engine, step).backward()
+            assert engine.microbatches_lost == 0
+            engine.step()
+            states.append(engine.state_dict())
+    assert differences(*states) == []
+
+
+def test_a_step_that_the_config_counts_begins_again_after_an_error() -> None:
+    states = []
+    for fails in (False, True):
+        with engine_for(accumulation=2) as engine:
+            if fails:
+                loss_of(engine, step=5).backward()
+                hook = engine.module.get_parameter("2.weight").register_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    loss_of(engine, step=5).backward()
+                hook.remove()
+            for step in range(2):
+                loss_of(engine, step).backward()
+            engine.step()
+            states.append(engine.state_dict())
+    assert differences(*states) == []
+
+
 @pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (2, True), (3, False)])
 def test_gradients_that_are_cleared_before_another_backward_are_forgotten(stage: int, bf16: bool) -> None:
     """After a whole backward, as what a generator's loss leaves in a critic, and in the middle of accumulation."""

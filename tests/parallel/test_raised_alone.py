@@ -133,6 +133,28 @@ def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, tra
     pytest.fail(f"rank 0 heard of the error of rank 1 after {seconds:.1f} s in the last of three runs, expected 2 s")
 
 
+def fail(gradient: Tensor) -> None:
+    raise ValueError("mine, in a backward")
+
+
+@on_ranks(2)
+def test_the_others_hear_of_an_error_that_drops_what_they_keep() -> None:
+    """Before the first collective of its backward: but earlier microbatches of the step are in sums of all ranks."""
+    engine = engine_of("sockets", 60, zero_optimization={"stage": 2})
+    with engine.no_sync():
+        engine.backward(engine(torch.ones(2, 4, 8)))
+    loss = engine(torch.ones(2, 4, 8))
+    store = dist.distributed_c10d._get_default_store()
+    if engine.rank:
+        loss.register_hook(fail)
+        assert refusal(engine.backward, loss) == "mine, in a backward"
+        store.wait(["test/dropped"])
+    else:
+        text = refusal(engine.backward, loss, kind=lowtide.CollectiveError)
+        store.set("test/dropped", "")
+        assert "rank 1 raised ValueError: mine, in a backward and left this call" in text
+
+
 @on_ranks(2)
 def test_the_next_engine_says_that_the_group_is_broken() -> None:
     """After an error in a collective of an engine that nobody has closed."""

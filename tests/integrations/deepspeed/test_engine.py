@@ -263,6 +263,37 @@ def test_zero_grad_after_the_last_backward_forgets_the_step(stage: int) -> None:
     engine.destroy()
 
 
+def fail(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_that_an_error_has_cut_begins_again_after_zero_grad(stage: int) -> None:
+    found = []
+    for fails in (False, True):
+        engine = engine_of(stage, scheduler=None)
+        ((x, y),) = own_batches(1)
+        if fails:
+            engine.backward(engine(x, y))
+            engine.step()
+            loss = engine(x, y)
+            loss.register_hook(fail)
+            with pytest.raises(ZeroDivisionError):
+                engine.backward(loss)
+            for ask in (engine.step, partial(engine.backward, engine(x, y))):
+                assert "expected all microbatches of the step, found 1 lost: " in refusal(ask, kind=RuntimeError)
+            engine.zero_grad()
+        for part in range(2):
+            assert (engine.micro_steps, engine.global_steps) == (part, 0)
+            engine.backward(engine(x * (part + 1), y))
+            engine.step()
+        assert engine.was_step_applied()
+        found.append(safe_get_full_fp32_param(engine.module.c.weight))
+        engine.destroy()
+    assert torch.equal(*found)
+
+
 @on_ranks(2)
 def test_rank_0_that_saves_alone_is_told_so(tmp_path: Path) -> None:
     engine = engine_of(0)

@@ -20,6 +20,11 @@ from ...zero.unit import Unit
 from ..blueprint.blueprint import Timing
 from .step_sums import Uses
 
+_IN_PART = (
+    "zero_optimization.update_in_backward: this backward had updated some parameters before the error, others not; "
+    "continue from a checkpoint (engine.load_checkpoint), or start again"
+)
+
 
 class StepUpdate:
     """Updates the shards of each step at the time that the config says, and sends them to the other ranks.
@@ -57,6 +62,8 @@ class StepUpdate:
         self._failure = ""  # of a background update on any rank: its states are partly updated
         self._postponed: list[tuple[ShardState, list[tuple[ParamShard, Tensor]]]] = []
         self._is_partial = False  # some parameters were updated in the backward of a step that has not ended
+        self.fault = ""
+        """Why parameters must not be used until a checkpoint is loaded: an error has left them updated in part."""
         self.timing = timing
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
@@ -65,8 +72,10 @@ class StepUpdate:
         """Return a function for each final gradient, if the update does not wait for the norm; else None.
 
         boundary: this backward makes the gradients of the step final. Raises OffloadError if the last update has failed
-        on the host.
+        on the host, and StateError after a `fault`.
         """
+        if self.fault:
+            raise StateError(self.fault)
         if self._optimizer.are_under_way:
             self._optimizer.wait_for_updates()
         if not boundary or self.timing not in (Timing.IN_BACKWARD, Timing.SPECULATIVE):
@@ -96,15 +105,13 @@ class StepUpdate:
     def forget_step(self, error: BaseException | None = None) -> bool:
         """Roll back what can be rolled back of a step that does not end. Return whether there was such an update.
 
-        error: that has interrupted the backward. It gets a note if some parameters keep their new values.
+        error: that has interrupted the backward. It gets a note if some parameters keep their new values: see `fault`.
         """
         if self.timing is Timing.IN_BACKWARD and self._optimizer.counts.is_in_step:
             self._optimizer.uncount()
             if self._is_partial and error is not None:
-                error.add_note(
-                    "zero_optimization.update_in_backward: this backward had updated some parameters before the error, "
-                    "others not; continue from a checkpoint (engine.load_checkpoint)"
-                )
+                self.fault = _IN_PART
+                error.add_note(_IN_PART)
         return self.roll_back() if self._optimizer.speculation.is_open else False
 
     @property
@@ -204,8 +211,8 @@ class StepUpdate:
         raise OffloadError(self._failure) from error
 
     def forget_failure(self) -> None:
-        """Forget a failure, since all that an update writes was loaded again."""
-        self._failure = ""
+        """Forget a failure or fault, since all that an update writes was loaded again."""
+        self._failure = self.fault = ""
         self._optimizer.forget_started()
 
     def close(self) -> None:

@@ -310,8 +310,11 @@ class Steps:
     def begin_use(self) -> None:
         """Prepare for a use of parameters outside of a backward.
 
-        A speculative update is rolled back first: its values may still be rejected. Then this is a collective.
+        A speculative update is rolled back first: its values may still be rejected. Then this is a collective. Raises
+        StateError if an error has left parameters updated in part.
         """
+        if self.update.fault:
+            raise StateError(self.update.fault)
         for feature in self.features.before_call:
             feature("a forward", Access.LOOKS)
         # The step may still be rejected: a forward now must see the parameters of the last step.
@@ -533,8 +536,11 @@ class Steps:
         """Wrap a call that is not part of a step. A collective, except for `Access.LOOKS` and `Access.NOTHING`.
 
         Raises OffloadError on every rank if a background update has failed on any rank. Raises StateError inside of
-        `engine.join`, since ranks without data would not make the call.
+        `engine.join`, since ranks without data would not make the call, and for changes and saves of parameters that an
+        error has left updated in part.
         """
+        if self.update.fault and (access is Access.CHANGES or activity is Activity.SAVING):
+            raise StateError(self.update.fault)
         gradients = "engine.gradient(), set_gradient() or clip_grad_value_()"
         self.join.check_outside(gradients if access is Access.NOTHING else activity.value)
         changes = access in (Access.CHANGES, Access.REPLACES)

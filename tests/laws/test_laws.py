@@ -206,6 +206,6 @@ def test_an_error_after_an_update_in_backward_says_that_some_parameters_have_cha
         assert changed and len(changed) < len(before)
         assert caught.value.__notes__ == [
             "zero_optimization.update_in_backward: this backward had updated some parameters before the error, others "
-            "not; continue from a checkpoint (engine.load_checkpoint)"
+            "not; continue from a checkpoint (engine.load_checkpoint), or start again"
         ]
         assert engine.global_step == 0

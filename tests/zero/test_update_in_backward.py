@@ -1,6 +1,7 @@
 """update_in_backward never holds all gradients; that it changes no bit is asked in tests/laws."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, refusal, settings, take_step, trained
+from tests.kit.training import Case, refusal, settings, take_step, train, trained
 
 IN_BACKWARD: dict[str, Any] = {"zero_optimization": {"update_in_backward": True}}
 
@@ -53,3 +55,33 @@ def test_a_nan_says_that_other_parameters_were_updated_already() -> None:
         text = refusal(engine.train_step, (torch.ones(2, 4),), kind=RuntimeError)
     assert "step 0: expected finite gradients, found a NaN or infinite value in the gradient of '" in text
     assert "The parameters whose gradients are finite were updated already (update_in_backward)." in text
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_parameters_that_are_updated_in_part_are_not_used_until_a_load(stage: int, tmp_path: Path) -> None:
+    case = Case(models.mlp, models.vector_batch, stage, config={**IN_BACKWARD, "bf16": {"enabled": True}})
+    whole = train(case)
+    with trained(case, 1) as engine:
+        engine.save_checkpoint(tmp_path)
+        loss, batch = engine(*case.share(engine, 2)), case.share(engine, 1)
+        hook = engine.module.get_parameter("first.weight").register_hook(fail)
+        with pytest.raises(ZeroDivisionError) as caught:
+            engine.train_step(batch)
+        hook.remove()
+        [text] = caught.value.__notes__
+        for ask in (
+            partial(engine.train_step, batch),
+            partial(engine, *batch),
+            partial(engine.eval_step, batch),
+            partial(engine.backward, loss),
+            loss.backward,
+            partial(engine.save_checkpoint, tmp_path),
+            partial(engine.load_state_dict, engine.state_dict()),
+        ):
+            assert refusal(ask, kind=StateError) == text
+        engine.load_checkpoint(tmp_path)
+        assert [take_step(engine, case, step).loss.item() for step in (1, 2)] == whole.losses[1:]

@@ -351,6 +351,7 @@ class Engine(ModuleFacade):
         """How many backwards an error in a later backward has dropped, if the loop says which is last. If it
         is not 0, backwards and `step` are errors until `zero_grad`: begin the step again.
         """
+        self._call_guard.check("engine.microbatches_lost")  # notices the end of a `loss.backward()` that has failed
         return self._steps.accumulated.num_lost
 
     @property

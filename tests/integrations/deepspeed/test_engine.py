@@ -268,8 +268,9 @@ def fail(gradient: torch.Tensor) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_step_that_an_error_has_cut_begins_again_after_zero_grad(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "is_loss"), [(0, False), (2, False), (2, True)])
+def test_a_step_that_an_error_has_cut_begins_again_after_zero_grad(stage: int, is_loss: bool) -> None:
+    """is_loss: by `loss.backward()`, whose error goes past the engine, and `zero_grad` comes next."""
     found = []
     for fails in (False, True):
         engine = engine_of(stage, scheduler=None)
@@ -277,11 +278,12 @@ def test_a_step_that_an_error_has_cut_begins_again_after_zero_grad(stage: int) -
         if fails:
             engine.backward(engine(x, y))
             engine.step()
+            hook = engine.module.c.weight.register_hook(fail)
             loss = engine(x, y)
-            loss.register_hook(fail)
             with pytest.raises(ZeroDivisionError):
-                engine.backward(loss)
-            for ask in (engine.step, partial(engine.backward, engine(x, y))):
+                loss.backward() if is_loss else engine.backward(loss)
+            hook.remove()
+            for ask in () if is_loss else (engine.step, partial(engine.backward, engine(x, y))):
                 assert "expected all microbatches of the step, found 1 lost: " in refusal(ask, kind=RuntimeError)
             engine.zero_grad()
         for part in range(2):

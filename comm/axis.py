@@ -100,6 +100,9 @@ class Transport(ABC):
     def reserve_slots(self, nbytes: int, count: int) -> None:  # noqa: B027 (most transports make slots when opened)
         """Allocate `count` slots of `nbytes` each, if the transport does not make them in `open_slot`."""
 
+    def release_slots(self) -> None:  # noqa: B027 (most transports keep none)
+        """Give back the memory of slots and receive buffers, which no operation uses. Later operations make new ones."""
+
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return the slot that `open_slot` will return next, to be written early. None if it is still in use."""
         if self._next is None or self._next.numel() != numel or self._next.dtype != dtype:

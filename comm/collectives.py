@@ -145,6 +145,11 @@ class Collectives:
         size = x.shape[dim] // self.size
         return x.narrow(dim, self.place * size, size)
 
+    def release_slots(self) -> None:
+        """Give back the memory of slots, e.g. after a message that is larger than all that follow. Called by all ranks."""
+        self._slot_bytes = 0
+        self._axis.transport.release_slots()
+
     def _filled_slot(self, x: Tensor, what: str) -> Tensor:
         self._reserve(x.numel() * x.element_size())
         slot = self._axis.transport.open_slot(x.numel(), x.dtype, what)

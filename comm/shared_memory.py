@@ -112,6 +112,10 @@ class SharedMemoryTransport(Transport):
         grid = segment.view(count, self.size, capacity)
         self._slots = [[grid[slot, rank] for rank in range(self.size)] for slot in range(count)]
 
+    def release_slots(self) -> None:
+        """Unmap the ring of slots. `reserve_slots` comes before the next operation that uses one."""
+        self._slots = []
+
     def _map(self, nbytes: int, purpose: str) -> Tensor:
         return map_together(nbytes, purpose, self.rank, self.ranks, self._mail.gather)
 

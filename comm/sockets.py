@@ -160,6 +160,10 @@ class SocketTransport(Transport):
     def close(self) -> None:
         """Drop the process group and the buffers."""
         self._group = None
+        self.release_slots()
+
+    def release_slots(self) -> None:
+        """Give back the memory of slots and receive buffers."""
         self._scratch.clear()
 
     def _exchange_parts(self, parts: Sequence[Tensor], what: str) -> tuple[list[Tensor], Pending]:

@@ -131,6 +131,7 @@ class SplitSelfCheck:
 
     def check(self, wrong: Sequence[int]) -> None:
         """Raise ValueError if a module differed. wrong: on how many ranks each module differed."""
+        self._exchange.release_slots()  # a whole parameter can be larger than any message of a step
         for (name, distance), count in zip(self.distances.items(), wrong, strict=True):
             if count:
                 found = f"off by {distance:.2%} of their norm" if distance else "off on a different rank"

@@ -172,20 +172,25 @@ class QuantizedCodec(Codec):
         regions = regions_of(out.numel(), self.axis.size)
         mine = regions[self.axis.rank]
         arrived, messages = self._exchanged([[staged[region]] for region in regions], what)
-        sums = [torch.empty(self._bytes([out[region]]), dtype=torch.uint8, device=out.device) for region in regions]
+        own = self._new_message(self._bytes([out[mine]]), out)
 
         def add_up(total: Tensor, held: slice, accumulate: bool) -> Sequence[Tensor]:
             self._add_up([staged[mine]], messages, [total], accumulate)
             rounding, step = self._next_draw()
-            quantize(total, self._bits, sums[self.axis.rank], rounding=rounding.at(mine.start), step=step)
+            quantize(total, self._bits, own, rounding=rounding.at(mine.start), step=step)
             # This rank uses the same dequantized values as the other ranks.
-            dequantize(sums[self.axis.rank], self._bits, total)
+            dequantize(own, self._bits, total)
             return ()
 
         def summed() -> Pending:
-            given = [sums[self.axis.rank] if rank != self.axis.rank else None for rank in range(self.axis.size)]
-            spread = self._swap(given, sums, what)
-            return Pending(partial(self._read_sums, spread, sums, [out[region] for region in regions]))
+            parts = [out[region] for region in regions]
+            spread, sums = self._swap(
+                own.repeat(self.axis.size - 1),
+                self._to_others([own.numel()] * self.axis.size),
+                self._to_others([self._bytes([part]) for part in parts]),
+                what,
+            )
+            return Pending(partial(self._read_sums, spread, sums, parts))
 
         return Coming(arrived, mine, add_up, summed)
 
@@ -200,46 +205,40 @@ class QuantizedCodec(Codec):
     def _bytes(self, pieces: Sequence[Tensor]) -> int:
         return sum(quantized_bytes(piece.numel(), self._bits) for piece in pieces)
 
-    def _exchanged(self, of_ranks: Sequence[Sequence[Tensor]], what: str) -> tuple[Pending, list[Tensor]]:
-        """Send each rank its pieces. Returns the messages for this rank, valid when `arrived` is done."""
+    def _exchanged(self, of_ranks: Sequence[Sequence[Tensor]], what: str) -> tuple[Pending, Sequence[Tensor]]:
+        """Send each rank its pieces. Returns the messages of all ranks, valid when `arrived` is done."""
         own = self.axis.rank
         rounding, step = self._next_draw()
-        offset, given = 0, list[Tensor | None]()
+        sent = self._to_others([self._bytes(pieces) for pieces in of_ranks])
+        given = self._new_message(sum(sent), of_ranks[own][0])
+        at = offset = 0
         for rank, pieces in enumerate(of_ranks):
-            message = torch.empty(self._bytes(pieces), dtype=torch.uint8, device=pieces[0].device)
-            at = 0
             for piece in pieces if rank != own else ():
                 nbytes = self._bytes([piece])
-                quantize(piece, self._bits, message[at : at + nbytes], rounding=rounding.at(offset), step=step)
+                quantize(piece, self._bits, given[at : at + nbytes], rounding=rounding.at(offset), step=step)
                 at, offset = at + nbytes, offset + piece.numel()
-            given.append(message if rank != own else None)
-        nbytes = self._bytes(of_ranks[own])
-        got = [torch.empty(nbytes, dtype=torch.uint8, device=of_ranks[own][0].device) for _ in of_ranks]
-        return self._swap(given, got, what), got
+        return self._swap(given, sent, self._to_others([self._bytes(of_ranks[own])] * self.axis.size), what)
 
-    def _swap(self, given: Sequence[Tensor | None], got: Sequence[Tensor], what: str) -> Pending:
-        """Exchange messages. given: to each rank, None to itself. got: from each rank; not changed for this rank."""
+    def _new_message(self, nbytes: int, like: Tensor) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=like.device)
+
+    def _to_others(self, sizes: Sequence[int]) -> list[int]:
+        """Return bytes of messages by rank; a rank sends none to itself."""
+        return [0 if rank == self.axis.rank else size for rank, size in enumerate(sizes)]
+
+    def _swap(self, given: Tensor, sent: list[int], taken: list[int], what: str) -> tuple[Pending, Sequence[Tensor]]:
+        """Exchange messages. given: those to all ranks, in rank order. sent, taken: bytes by rank.
+
+        Returns the messages of all ranks, valid when the handle is done.
+        """
         own, size = self.axis.rank, self.axis.size
-        sent = [0 if message is None else message.numel() for message in given]
-        taken = [0 if rank == own else message.numel() for rank, message in enumerate(got)]
         # A transport reads only this rank's column of the other rows.
         numels = [[0] * size for _ in range(size)]
-        numels[own] = sent
         for rank in range(size):
             numels[rank][own] = taken[rank]
-        numels[own][own] = 0
-        whole = torch.empty(sum(taken), dtype=torch.uint8, device=got[own].device)
-        pending = self.axis.transport.swap(
-            whole, torch.cat([message for message in given if message is not None]), numels, what
-        )
-
-        def collect() -> None:
-            pending.wait()
-            for message, part in zip(got, torch.split(whole, taken), strict=True):
-                if part.numel():
-                    message.copy_(part)
-
-        return Pending(collect)
+        numels[own] = sent
+        whole = self._new_message(sum(taken), given)
+        return self.axis.transport.swap(whole, given, numels, what), torch.split(whole, taken)
 
     def _add_up(
         self, own: Sequence[Tensor], messages: Sequence[Tensor], out: Sequence[Tensor], accumulate: bool

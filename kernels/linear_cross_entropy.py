@@ -28,6 +28,7 @@ element of weight during forward; `accumulate_dtype` avoids it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Unpack, overload
 
@@ -341,7 +342,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _late_gradients(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
     hidden, weight, bias, labels, lse, divisor = ctx.saved_tensors
     chunks: LogitChunks = ctx.chunks
-    with torch.autocast(hidden.device.type, enabled=False):  # products have the same dtype as in forward
+    # Products have the same dtype as in forward.
+    with torch.autocast(hidden.device.type, enabled=False) if has_autocast(hidden) else nullcontext():
         head = Head.cast(as_rows(hidden), weight, bias, chunks.dtype)
         sums = DlogitsSums(head, weight.dtype, ctx.needs_input_grad[:3], chunks)
         chunks.backward(head, labels, lse, chunks.terms.scale_of_rows(dloss, divisor), sums)

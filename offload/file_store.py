@@ -15,10 +15,9 @@ import bisect
 import ctypes
 import mmap
 import os
-import queue
 import threading
-import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -374,35 +373,26 @@ Task = Callable[[memoryview], None]
 
 
 class IoThreads:
-    """Runs tasks in their order on `count` threads. A task must not raise."""
+    """Runs tasks in their order on `count` threads, and all of them before the process ends. A task must not raise."""
 
     def __init__(self, count: int, scratch_bytes: int) -> None:
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=_work, args=(self._tasks, scratch_bytes), name=f"lowtide disk {index}", daemon=True)
-            for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._stop = weakref.finalize(self, _stop, self._tasks, count)
+        self._threads = ThreadPoolExecutor(count, "lowtide disk")
+        self._scratch = _Scratch(scratch_bytes)
 
     def submit(self, task: Task) -> None:
-        self._tasks.put(task)
+        self._threads.submit(_run, task, self._scratch)
 
     def close(self) -> None:
         """Run the submitted tasks and end the threads."""
-        self._stop()
-        for thread in self._threads:
-            thread.join()
+        self._threads.shutdown()
 
 
-def _work(tasks: queue.SimpleQueue[Task | None], scratch_bytes: int) -> None:
-    scratch = memoryview(mmap.mmap(-1, scratch_bytes))  # takes memory only when written
-    while (task := tasks.get()) is not None:
-        task(scratch)
-        del task  # it holds tensors, and the next task may come much later
+class _Scratch(threading.local):
+    """Aligned memory of each thread."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory = memoryview(mmap.mmap(-1, nbytes))  # takes memory only when written
 
 
-def _stop(tasks: queue.SimpleQueue[Task | None], count: int) -> None:
-    for _ in range(count):
-        tasks.put(None)
+def _run(task: Task, scratch: _Scratch) -> None:
+    task(scratch.memory)

@@ -167,9 +167,9 @@ def test_a_folder_is_made_and_one_that_is_removed_takes_nothing_along(tmp_path: 
 def test_a_store_that_is_closed_or_that_nobody_has_lets_go_of_file_and_threads(tmp_path: Path, closes: bool) -> None:
     before = disk_threads()
     store = FileStore(tmp_path, 0)
-    mine = disk_threads() - before
-    assert len(open_files(tmp_path)) == 1 and len(mine) == store.aio.thread_count
     save = store.save("key", numbered(1))
+    mine = disk_threads() - before  # they are started as they are needed
+    assert len(open_files(tmp_path)) == 1 and 0 < len(mine) <= store.aio.thread_count
     if closes:
         store.close()
     save.wait()

@@ -146,7 +146,7 @@ class Collectives:
         return x.narrow(dim, self.place * size, size)
 
     def release_slots(self) -> None:
-        """Give back the memory of slots, e.g. after a message that is larger than all that follow. Called by all ranks."""
+        """Give back the memory of slots, after a message that is larger than all that follow. Called by all ranks."""
         self._slot_bytes = 0
         self._axis.transport.release_slots()
 

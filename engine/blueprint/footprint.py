@@ -15,6 +15,7 @@ from ...comm import EXCHANGE_SLOTS, ParallelDims, exchange_slot_bytes, regions_o
 from ...comm.shared_memory import counters_bytes
 from ...comm.shared_segment import page_aligned
 from ...kernels.optimizer_step import chunk_numel
+from ...kernels.quantized_blocks import quantized_bytes
 from ...offload import FileStore
 from ...zero.host_update import MAX_COMING, MAX_LEAVING
 from ...zero.layout import round_up
@@ -163,7 +164,7 @@ class Footprint:
             gradients=sum(self.gradient(group, moment) + self.thin(group, moment) for group in plan.trained),
             optimizer=sum(self._states(group, moment) for group in plan.updated),
             gathered=peak_gathered_bytes(blueprint, self._place, self.gathered) if gathers and self.frees_memory else 0,
-            staging=self._staging() + self._leaving() + self._thin_message(),
+            staging=self._staging() + self._leaving(),
             host=_kept(shards, offload_plan.parameters is Placement.HOST)
             + _kept(chunks, offload_plan.states is Placement.HOST)
             + _kept(left, True),
@@ -343,6 +344,26 @@ class Footprint:
                 parts.setdefault(replicas, []).append((one.reduce_dtype, shard, 0))
         return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
+    def quantized(self) -> int:
+        """Return the bytes of quantized messages: those of two groups, while a third one is staged. No moment includes
+        them.
+        """
+        return sum(sorted(map(self._in_flight, self._plan.trained))[-2:])
+
+    def _in_flight(self, group: GroupPlan) -> int:
+        """Return the bytes of a group's quantized messages, sent and received ones: see `QuantizedCodec`."""
+        total, numel = 0, group.layout.padded_numel
+        for axes, bits in group.levels:
+            size = self._size(axes)
+            numel //= size
+            total += 0 if bits is None else 2 * (size - 1) * quantized_bytes(numel, bits)
+        axes, bits = group.replicas
+        if bits is None or (size := self._size(axes)) == 1:
+            return total
+        summed = _numel(regions_of(numel, size)[self._blueprint.parallel_dims.place(self._rank, axes)])
+        # Terms to and from the other ranks, then the sum, its copies to them, and their sums.
+        return total + 2 * quantized_bytes(numel - summed, bits) + (2 * size - 1) * quantized_bytes(summed, bits)
+
     def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
         """Yield groups in the order of their reduction: units from the last one, then the root unit."""
         is_trained = {id(one) for one in trained}
@@ -431,8 +452,8 @@ class Footprint:
         tried = layout.num_thin + layout.num_second if moment is MemoryPhase.REDUCED else 0
         return (layout.kept_numel(low_rank) + tried) * itemsize
 
-    def _thin_message(self) -> int:
-        """Return the bytes of the memory in which PowerSGD stages a gradient."""
+    def thin_message(self) -> int:
+        """Return the bytes in which PowerSGD stages a gradient after its backward. No moment includes them."""
         if self._blueprint.low_rank is None:
             return 0
         sizes = [(group, self._counts(group.sharding)) for group in self._plan.trained]
@@ -451,13 +472,24 @@ class Footprint:
                 continue  # the elementwise rule updates this group
             numel, itemsize = group.layout.shard_numel, max(4, group.dtype.itemsize)
             sent, beside = self._of_matrices(group) if is_matrix else (0, 0)
-            norms, on_host = 0, int(self._is_on_accelerator and self.leaves(group))
+            on_host = int(self._is_on_accelerator and self.leaves(group))
+            in_pass = min(numel, chunk_numel("cpu" if on_host else self._blueprint.device))
+            elementwise = (1 + self._is_scaled) * in_pass * itemsize  # a result, and the gradient that is multiplied
+            norms = 0
             if optimizer.takes_norms:  # squares in float64, and these padded to whole blocks
                 largest = max((view.numel for view in group.layout.param_views), default=0)  # on some rank whole
-                norms = 2 * 8 * min(numel, largest, chunk_numel("cpu" if on_host else self._blueprint.device))
-            found[on_host] = max(found[on_host], numel * itemsize + max(sent * itemsize, beside * itemsize, norms))
+                norms = 2 * 8 * min(in_pass, largest)
+            more = max(sent * itemsize, beside * itemsize, norms, elementwise)
+            found[on_host] = max(found[on_host], numel * itemsize + more)
             found[0] = max(found[0], sent * itemsize)  # matrices of the host are sent by the device
         return found[0], found[1]
+
+    @property
+    def _is_scaled(self) -> bool:
+        """Whether an update multiplies gradients: by the mean's factor, the clip factor or the loss scale."""
+        config = self._blueprint.config
+        has_terms = self._accumulates or self._size(self._blueprint.parallel_dims.data) > 1
+        return has_terms or config.gradient_clipping > 0 or config.fp16.enabled
 
     def _of_matrices(self, group: GroupPlan) -> tuple[int, int]:
         """Return the elements that an update of matrices takes beside its direction: (while they are sent, then)."""

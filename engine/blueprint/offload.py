@@ -55,7 +55,7 @@ class OffloadPlan:
         is_apart = device != "cpu"
         zero = config.zero_optimization
         wanted = zero.offload_param.device if zero.offloads_parameters else "none"
-        parameters, states = _placement(wanted, is_apart), _placement_of_states(config, is_apart, has_rule)
+        parameters, states = placement_of(wanted, is_apart), _placement_of_states(config, is_apart, has_rule)
         if parameters is Placement.FILE and not is_apart:
             _check_pages(config)
         if parameters is Placement.HOST and zero.offload_optimizer.is_delayed:
@@ -74,9 +74,13 @@ class OffloadPlan:
         if states is not Placement.MODEL:
             num_versions = 2 if offload.overlap == "speculative" else 1
             plan = StatesPlan(offload.ratio, in_whole_shards=is_apart, num_versions=num_versions)
-        activations = {"none": Placement.MODEL, "cpu": Placement.HOST, "nvme": Placement.FILE}
-        kept = activations[config.activation_checkpointing.offload.device]
-        return cls(is_apart, parameters, states, plan, kept, tuple(notes))
+        activations = placement_of(config.activation_checkpointing.offload.device, is_apart)
+        if config.activation_checkpointing.offload.device == "cpu" and activations is Placement.MODEL:
+            notes.append(
+                "activation_checkpointing.offload: no effect, since the model on the CPU has its activations in host "
+                'memory; "nvme" moves them to a file'
+            )
+        return cls(is_apart, parameters, states, plan, activations, tuple(notes))
 
     @property
     def updates_on_host(self) -> bool:
@@ -130,7 +134,8 @@ def file_store(
     return FileStore(wanted.nvme_path, world.rank, AioOptions(aio.block_size, aio.thread_count, aio.verify))
 
 
-def _placement(wanted: str, is_apart: bool) -> Placement:
+def placement_of(wanted: str, is_apart: bool) -> Placement:
+    """Return where something rests that the config wants on a device. is_apart: the model is not in host memory."""
     if wanted == "nvme":
         return Placement.FILE
     return Placement.HOST if wanted == "cpu" and is_apart else Placement.MODEL
@@ -145,7 +150,7 @@ def _placement_of_states(config: Config, is_apart: bool, has_rule: bool) -> Plac
             'offload_optimizer.overlap: "speculative" needs an optimizer of the config, whose updates can be undone, '
             'found an optimizer of the caller; set "none"'
         )
-    placement = _placement(wanted.device, is_apart)
+    placement = placement_of(wanted.device, is_apart)
     if placement is not Placement.MODEL and not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(

@@ -13,7 +13,7 @@ from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
 from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint, MemoryPhase
-from ..blueprint.offload import Placement
+from ..blueprint.offload import Placement, placement_of
 from ..config.config import Config
 from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds, sent_by_link
 from .host_timeline import UnitWork, host_timeline
@@ -110,6 +110,7 @@ class Activations:
     profile: Profile
     config: Config
     policy: ZeroPolicy
+    placement: Placement  # of the offloaded ones
 
     @cached_property
     def bases(self) -> Mapping[str, int]:
@@ -130,10 +131,6 @@ class Activations:
         accumulates = (self.config.gradient_accumulation_steps or 1) > 1
         return not accumulates or self.policy.reduces_every_backward
 
-    @property
-    def is_offloaded(self) -> bool:
-        return self.config.activation_checkpointing.offload.device != "none"
-
     @cached_property
     def _limit(self) -> int:
         return kept_limit(self.profile, self.config)
@@ -142,7 +139,7 @@ class Activations:
         """Return bytes while a part computes."""
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
-        base = min(base, self._limit) if self.is_offloaded else base
+        base = base if self.placement is Placement.MODEL else min(base, self._limit)
         base += self.profile.cast_bytes
         waiting = 0 if phase is ComputePhase.FORWARD else self._waiting[name] * self._rest_waits
         return base + part.peak_bytes(phase) + waiting
@@ -151,7 +148,7 @@ class Activations:
     def offloaded_bytes(self) -> int:
         """Peak of the offloaded bytes."""
         kept = sum(part.kept_bytes for part in self.profile.parts.values())
-        return max(0, kept - self._limit) if self.is_offloaded else 0
+        return 0 if self.placement is Placement.MODEL else max(0, kept - self._limit)
 
 
 def kept_limit(profile: Profile, config: Config) -> int:
@@ -209,7 +206,8 @@ class StepParts:
         """Estimate a step. config: with its microbatches. profile: of a microbatch."""
         accumulation, samples = config.gradient_accumulation_steps or 1, config.train_batch_size or 0
         work = MachineWork(profile, self.machine, self.blueprint.transport)
-        activations = Activations(profile, config, self.blueprint.policy)
+        placement = placement_of_activations(config, self.blueprint)
+        activations = Activations(profile, config, self.blueprint.policy, placement)
         line = self.order.timeline(work.forward, work.backward)
         times = {"compute": line.computed, **exposed_seconds(line)}
         collectives = line.hidden_seconds
@@ -227,7 +225,7 @@ class StepParts:
         update = max(0.0, self._update - beside.get(self.blueprint.timing, 0.0))
         if self._on_host and self.blueprint.timing in (Timing.AFTER_NORM, Timing.SPECULATIVE):
             update = self._update - sum(unit.update for unit in self._on_host) + self._waits_for_host(work)
-        speed = speed_of_activations(self.blueprint, self.machine)
+        speed = speed_of_activations(activations.placement, self.machine)
         moved = 2 * activations.offloaded_bytes * accumulation / speed
         exchanging = sum(map(work.exchanging, profile.names)) * accumulation
         times["compute"] -= exchanging
@@ -363,9 +361,14 @@ def _updates_on_host(blueprint: Blueprint, footprint: Footprint, machine: Machin
     return [*found, UnitWork(END)]
 
 
-def speed_of_activations(blueprint: Blueprint, machine: Machine) -> float:
+def placement_of_activations(config: Config, blueprint: Blueprint) -> Placement:
+    """Return where activations of a config rest; the blueprint is that of its model states."""
+    return placement_of(config.activation_checkpointing.offload.device, blueprint.offload_plan.is_apart)
+
+
+def speed_of_activations(placement: Placement, machine: Machine) -> float:
     """Return bytes per second of offloaded activations, in each direction."""
-    is_file = blueprint.offload_plan.activations is Placement.FILE
+    is_file = placement is Placement.FILE
     return min(machine.link, machine.nvme / machine.devices_per_host) if is_file else machine.link
 
 
@@ -407,7 +410,7 @@ class Resting:
         chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
         passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.offload_plan.states is Placement.FILE else 0
         in_device_memory = not blueprint.offload_plan.is_apart
-        buffers = reduced.staging + (passing if in_device_memory else 0)
+        buffers = reduced.staging + footprint.quantized() + (passing if in_device_memory else 0)
         copies = {group.name: footprint.copies(group) for group in plan.trained}
         kinds = {
             "parameter_bytes": reduced.parameters,
@@ -418,7 +421,7 @@ class Resting:
         rests = reduced.parameters + between.optimizer + buffers
         direction, on_host = footprint.directions()
         in_update = sum(copies.values()) + direction
-        after = rests + in_update + reduced.gradients
+        after = rests + max(in_update, footprint.thin_message()) + reduced.gradients
         host = reduced.host + (0 if in_device_memory else passing) + on_host
         used_up = {group.name: footprint.passing(group) for group in plan.trained}
         trained, file = tuple(plan.trained), reduced.file
@@ -436,5 +439,5 @@ class Resting:
 
     def elsewhere(self, activations: Activations) -> tuple[int, int]:
         """Return (host, NVMe) bytes, including offloaded activations."""
-        home, nbytes = activations.config.activation_checkpointing.offload.device, activations.offloaded_bytes
-        return self.host_bytes + nbytes * (home == "cpu"), self.file_bytes + nbytes * (home == "nvme")
+        nbytes, is_file = activations.offloaded_bytes, activations.placement is Placement.FILE
+        return self.host_bytes + nbytes * (not is_file), self.file_bytes + nbytes * is_file

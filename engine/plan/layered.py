@@ -18,6 +18,7 @@ from ...pipe.schedules.schedule import Action, Op
 from ...zero.plan import GroupPlan
 from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint
+from ..blueprint.offload import Placement
 from ..config.config import Config
 from .estimate import (
     Estimate,
@@ -25,6 +26,7 @@ from .estimate import (
     Resting,
     exposed_seconds,
     kept_limit,
+    placement_of_activations,
     speed_of_activations,
     update_seconds,
 )
@@ -52,7 +54,10 @@ class LayeredParts:
         self.rests = Resting.of(blueprint, self._footprint, self._place)
         self._plan = plan
         names = [set(names) for names in self.split.parameters]
-        self._groups = [[group for group in plan.groups if _uses(of_stage, group)] for of_stage in names]
+        # A unit is gathered as a whole, even if a block uses only one of its groups.
+        units = [groups for _, groups in plan.units]
+        used = [[groups for groups in units if any(_uses(of_stage, group) for group in groups)] for of_stage in names]
+        self._groups = [[group for groups in of_stage for group in groups] for of_stage in used]
         self._gathers = {id(group): exchange.gather(group) for group in plan.groups}
         self._sums = {
             id(group): exchange.reduce(group).and_then(exchange.all_reduce(group, rank)) for group in plan.trained
@@ -94,16 +99,21 @@ class LayeredParts:
         return kinds, max(self.rests.after_backward, self.rests.bytes + peak + cast + self._staged) + slots
 
     def _held(self, config: Config, stages: Stages, op: Op, stage: int) -> tuple[int, int]:
-        """Return bytes of the other microbatches, while the first and while the last microbatch computes."""
+        """Return bytes of the other microbatches, while the first one computes, and the fullest of the later ones.
+
+        That is the last one in a forward, and the second one in a backward.
+        """
         others = (config.gradient_accumulation_steps or 1) - 1
         kept, given = stages.kept_bytes, stages.output_bytes(stage) if stage + 1 < len(stages.parts) else 0
         before, here = (others + 1) * sum(kept[:stage]), others * kept[stage]
-        if config.activation_checkpointing.offload.device != "none":
+        if placement_of_activations(config, self.blueprint) is not Placement.MODEL:
             limit = kept_limit(stages.profile, config)
             before, here = min(before, limit), min(before + here, limit) - min(before, limit)
+        received = stages.input_bytes(stage)
         if op is Op.F:
-            return before + others * stages.input_bytes(stage), before + here + others * given
-        return before + here + others * given, before + others * stages.input_bytes(stage)
+            return before + others * received, before + here + others * given
+        to_come = max(0, others - 1) / max(1, others)
+        return before + here + others * given, before + received + int(to_come * (here + others * given))
 
     @property
     def _holds_each(self) -> bool:
@@ -167,7 +177,8 @@ class LayeredParts:
         compute = sum(computed) + sum(back) - exchanging + first + last + between * max(0, count - 2)
         beside = {Timing.DELAYED: compute, Timing.SPECULATIVE: sum(back)}.get(self.blueprint.timing, 0.0)
         away = self._away(config, stages)
-        moved = 2 * away / speed_of_activations(self.blueprint, machine)
+        placement = placement_of_activations(config, self.blueprint)
+        moved = 2 * away / speed_of_activations(placement, machine)
         seconds = {
             "compute": compute,
             **exposed_seconds(line),
@@ -178,12 +189,11 @@ class LayeredParts:
             "host": host_seconds(self.blueprint, machine, len(self._plan.units), count),
         }
         host, file = self.rests.host_bytes, self.rests.file_bytes
-        home = config.activation_checkpointing.offload.device
         return Estimate(
             bytes=kinds,
             peak_bytes=peak,
-            host_bytes=host + away * (home == "cpu"),
-            nvme_bytes=file + away * (home == "nvme"),
+            host_bytes=host + away * (placement is Placement.HOST),
+            nvme_bytes=file + away * (placement is Placement.FILE),
             sent=self._sent(stages, count),
             step_seconds=sum(seconds.values()),
             seconds=seconds,
@@ -198,7 +208,7 @@ class LayeredParts:
 
     def _away(self, config: Config, stages: Stages) -> int:
         """Return offloaded bytes of activations at the end of the forward."""
-        if config.activation_checkpointing.offload.device == "none":
+        if placement_of_activations(config, self.blueprint) is Placement.MODEL:
             return 0
         kept = (config.gradient_accumulation_steps or 1) * sum(stages.kept_bytes)
         return max(0, kept - kept_limit(stages.profile, config))

@@ -131,6 +131,23 @@ MORE_WAITS: dict[str | frozenset[str], str] = {
     **{frozenset(("muon", place)): "matrices of the host are sent by the device" for place in _STATES_ELSEWHERE},
 }
 """Where the host waits for its device more often than once a step, if need be at stage 3, and why."""
+OTHER_PEAKS: dict[str | frozenset[str], str] = {
+    "torch's group": "what torch has on the way is not ours",
+    "delayed update": "gradients of the step before may still be there",
+    "speculative update": "its copies depend on when messages come",
+    "power sgd": "too high (docs/planning.md)",
+    **{
+        frozenset((name, other)): "what torch's operations take of a chunk is not planned"
+        for name in _OF_WHOLE_PARAMETERS
+        for other in _WITHOUT_MASTERS
+    },
+    frozenset(("pipeline", "adafactor")): "too high: more than three groups take turns (docs/planning.md)",
+    **{
+        frozenset(("layer by layer", other)): "a known error (docs/planning.md)"
+        for other in ("update in backward", "activations in files")
+    },
+}
+"""Where a plan's peak is not that of a step, and why."""
 FIRST_STEPS = {
     "pipeline": 1,  # stages agree on shapes
     "split layers": 1,  # and are compared with whole ones

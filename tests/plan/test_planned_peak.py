@@ -1,6 +1,7 @@
 """The planned peak of a rank, and what it sends, are what is there in a step, whatever ranks divide among them."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import lowtide
 from lowtide.comm.shared_memory import SharedMemoryTransport
 from lowtide.engine.blueprint.footprint import Footprint, MemoryPhase, shared_bytes
+from lowtide.engine.blueprint.offload import Placement
 from lowtide.engine.config.config import Config
 from lowtide.engine.plan.estimate import Activations, writes_gradients
 from lowtide.engine.plan.machine import Machine
@@ -19,6 +21,7 @@ from lowtide.engine.report.memory_report import MemoryReport
 from lowtide.zero.policy import ZeroPolicy
 from tests.engine.test_blueprint import in_few_bits, shared_memory_counted
 from tests.kit import models
+from tests.kit.features import OF_FOUR_RANKS, OTHER_PEAKS, feature_sets, joined, num_ranks, start_in
 from tests.kit.ranks import RankPool
 from tests.kit.training import rank_and_world, settings
 from tests.plan.counted import (
@@ -29,6 +32,7 @@ from tests.plan.counted import (
     SHARED,
     TOLERANCE,
     Case,
+    Numbers,
     batch_of,
     blueprint_of,
     compare,
@@ -67,7 +71,7 @@ def whole(kind: str, stage: int, **more: Any) -> dict[str, Any]:
 
 
 def thin(stage: int, accumulation: int, **more: Any) -> dict[str, Any]:
-    low_rank = {"rank": 2, "start_step": 1, "min_compression_rate": 2}
+    low_rank = {"rank": 2, "start_step": 2, "min_compression_rate": 2}
     return config_of(stage, 0, accumulation, communication={"transport": "sockets", "power_sgd": low_rank}, **more)
 
 
@@ -94,33 +98,19 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "updated in backward": Case("fused", config_of(0, 0, 1, zero=IN_BACKWARD)),
         "speculative, stage 1": Case("fused", config_of(1, 0, 1, zero=SPECULATIVE, **BF16)),
         "tiles of MLPs": Case("long gpt", config_of(0, 0, 1, tiles={"mlp": 50})),
-        "lamb": Case("fused", whole("lamb", 0)),
         "muon": Case("fused", whole("muon", 1, **BF16)),
         "adafactor": Case("fused", whole("adafactor", 0)),
     },
     ("data", 2): {
-        "stage 0": Case("fused", config_of(0, 1, 2, **BF16)),
-        "stage 1": Case("gpt", config_of(1, 1, 2)),
-        "stage 2": Case("fused", config_of(2, 1, 1)),
-        "stage 3": Case("gpt", config_of(3, 1, 1, **BF16)),
-        "updated in backward, stage 1": Case("fused", config_of(1, 1, 1, zero=IN_BACKWARD, **BF16)),
         "speculative": Case("gpt", config_of(0, 1, 1, zero=SPECULATIVE, **BF16)),
-        "updated in backward, stage 3": Case("gpt", config_of(3, 0, 1, zero=IN_BACKWARD)),
         "tiles of the loss": Case("long gpt", config_of(3, 1, 1, tiles=50)),
-        "power sgd, stage 0": Case("fused", thin(0, 2), 3),
-        "power sgd, stage 1": Case("fused", thin(1, 1), 3),
-        "power sgd, bf16": Case("gpt", thin(1, 1, **BF16), 3, has_peak=False),
-        "muon, stage 0": Case("fused", whole("muon", 0)),
-        "muon, stage 3": Case("fused", whole("muon", 3, **BF16)),
-        "adafactor, stage 0": Case("fused", whole("adafactor", 0)),
+        "power sgd, stage 0": Case("fused", thin(0, 2), 4),
+        "power sgd, stage 1": Case("fused", thin(1, 1), 4),
+        "power sgd, bf16": Case("gpt", thin(1, 1, **BF16), 4, has_peak=False),
         "frozen": small(config_of(2, 0, 1, **BF16)),
         "five microbatches": small(config_of(3, 0, 5)),
-        "nothing ahead": small(config_of(3, zero={"stage3_prefetch_bucket_size": 0})),
     },
     ("offload", 2): {
-        "states": Case("fused", config_of(2, 0, 2, zero={"offload_optimizer": HOST}, **BF16), 2),
-        "parameters": Case("gpt", config_of(3, 1, 1, zero=dict.fromkeys(OFFLOADS, HOST)), 2),
-        "in files": Case("fused", config_of(3, 0, 2, zero=dict.fromkeys(OFFLOADS, FILES), **BF16), 2),
         "delayed": Case("gpt", config_of(1, zero={"offload_optimizer": {**HOST, **DELAYED}}), 2),
         "delayed, in files": Case("fused", config_of(1, zero={"offload_optimizer": {**FILES, **DELAYED}}), 2),
     },
@@ -134,10 +124,7 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "quantized hpZ": small(in_bits(config_of(3, zero=HPZ), weight_bits=4)),
     },
     ("layer by layer", 2): {
-        "stage 0": Case("deep gpt", layers(0, 0, 2)),
-        "stage 1": Case("deep fused", layers(1, 1, 2, **BF16)),
         "stage 3": Case("deep fused", layers(3, 1, 3)),
-        "nothing ahead": Case("deep gpt", layers(3, 0, 3, {"stage3_prefetch_bucket_size": 0})),
         "files": Case("deep gpt", layers(3, 1, 3, dict.fromkeys(OFFLOADS, FILES))),
     },
     ("stages", 2): {
@@ -194,6 +181,36 @@ def test_peak_and_bytes_sent_are_those_of_a_step(ranks: RankPool, tmp_path: Path
     found = ranks(num_ranks, measured_of_all, cases, timeout=120)
     for name, case in cases.items():
         assert compare(case, [numbers[name] for numbers in found]) == [], name
+
+
+SETS = {  # the first ones have each feature, and three of four pairs
+    2: feature_sets(*OTHER_PEAKS, *OF_FOUR_RANKS)[:9],
+    4: [names for names in feature_sets(*OTHER_PEAKS) if num_ranks(names) == 4][:4],
+}
+
+
+def case_with(names: Sequence[str]) -> Case:
+    """A step with these features, after so many that each buffer that takes turns is as large as it becomes."""
+    config = joined(names) or {}
+    zero = config.pop("zero_optimization", {})
+    accumulation = config.pop("gradient_accumulation_steps", 2 if "pipeline" in names else 1)
+    saved = {"every": 0, **config.pop("activation_checkpointing", {})}
+    sent = {"transport": "sockets", **config.pop("communication", {})}
+    more = {**config, "activation_checkpointing": saved, "communication": sent}
+    return Case("gpt", config_of(zero.pop("stage", 0), 0, accumulation, zero=zero, **more), 3)
+
+
+def measured_in(folder: Path, cases: Mapping[str, Case]) -> dict[str, Numbers]:
+    start_in(folder)
+    return measured_of_all(cases)
+
+
+@pytest.mark.parametrize("size", SETS)
+def test_peak_and_bytes_sent_are_those_of_a_step_with_all_features(ranks: RankPool, tmp_path: Path, size: int) -> None:
+    cases = {", ".join(names): case_with(names) for names in SETS[size]}
+    found = ranks(size, measured_in, tmp_path, cases, timeout=240)
+    wrong = {name: compare(case, [numbers[name] for numbers in found]) for name, case in cases.items()}
+    assert {name: texts for name, texts in wrong.items() if texts} == {}
 
 
 # -- what a memory report says of it ----------------------------------------------------------------------------------
@@ -258,7 +275,7 @@ def test_gradients_of_the_rest_wait_until_the_backward_has_ended() -> None:
 
     def at(stage: int, accumulation: int, phase: ComputePhase) -> list[int]:
         config = Config.load({"gradient_accumulation_steps": accumulation})
-        activations = Activations(Profile(1, 1, parts), config, ZeroPolicy.from_stage(stage))
+        activations = Activations(Profile(1, 1, parts), config, ZeroPolicy.from_stage(stage), Placement.MODEL)
         return [activations.at(name, phase) for name in parts]
 
     for stage, accumulation in ((0, 1), (3, 1), (2, 2)):

@@ -126,6 +126,17 @@ def owners_of(layout: FlatLayout, num_places: int) -> list[int]:
     return owners
 
 
+def sent_numels(layout: FlatLayout, num_places: int, place: int, is_repeated: bool) -> tuple[int, int]:
+    """Return the elements that a rank sends to owners and, as an owner, back. is_repeated: as in `MatrixTrip`."""
+    owners = owners_of(layout, num_places)
+    whole = sum(view.numel for view, owner in zip(layout.param_views, owners, strict=True) if owner == place)
+    if is_repeated:
+        return 0, (num_places - 1) * whole
+    parts = layout.param_shards(place)
+    kept = sum(part.numel for part in parts if owners[part.index] == place)
+    return sum(part.numel for part in parts) - kept, whole - kept
+
+
 def _joined(parts: list[Tensor], like: Tensor) -> Tensor:
     return torch.cat(parts) if parts else like.new_empty(0)
 

@@ -180,7 +180,8 @@ class StepParts:
         """
         self.blueprint, self.machine = blueprint, machine
         self.place = place % len(blueprint.places)
-        footprint = Footprint(blueprint, blueprint.first_rank_of(self.place))
+        rank = blueprint.first_rank_of(self.place)
+        footprint = Footprint(blueprint, rank)
         self.rests = Resting.of(blueprint, footprint, self.place)
         exchange = CollectiveCosts(blueprint, machine)
         accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
@@ -192,7 +193,9 @@ class StepParts:
             bytes_of = footprint.gathered if footprint.frees_memory else None
             self.order = StepOrder(blueprint, exchange, bytes_of, True, self.place)
             self._inner = StepOrder(blueprint, exchange, bytes_of, False, self.place) if accumulates else None
-        self._refreshes = [exchange.refresh(group) for group in blueprint.places[self.place].updated]
+        updated = blueprint.places[self.place].updated
+        self._refreshes = [exchange.refresh(group) for group in updated]
+        self._matrices = [exchange.matrices(group, rank) for group in updated]
         self._update = update_seconds(blueprint, machine, self.place)
         self._on_host = _updates_on_host(blueprint, footprint, machine, self.place)
         self.is_direct = writes_gradients(blueprint)
@@ -234,13 +237,13 @@ class StepParts:
             "exchange exposed": exchanging,
             "activations exposed": max(0.0, moved - times["compute"]),
             "update": update,
-            "refresh exposed": sum(message.seconds for message in self._refreshes),
+            "refresh exposed": sum(message.seconds for message in [*self._refreshes, *self._matrices]),
             "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
         calls = Calls.of(profile, self.machine, self.blueprint.transport)
         exchanged = calls.sent([call for part in profile.parts.values() for call in part.exchanges])
-        refreshed = sent_by_link(self._refreshes)
-        sent = {link: nbytes + refreshed[link] + accumulation * exchanged[link] for link, nbytes in sent.items()}
+        in_update = sent_by_link([*self._refreshes, *self._matrices])
+        sent = {link: nbytes + in_update[link] + accumulation * exchanged[link] for link, nbytes in sent.items()}
         kinds, peak = self._memory(activations)
         host, file = self.rests.elsewhere(activations)
         tokens = samples * profile.tokens // profile.rows

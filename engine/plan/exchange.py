@@ -12,6 +12,7 @@ from ...comm import ParallelDims, regions_of
 from ...kernels.quantized_blocks import quantized_bytes
 from ...zero.plan import GroupPlan
 from ...zero.powersgd import ThinLayout
+from ...zero.whole_update import sent_numels
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.offload import Placement
 from .machine import Machine
@@ -49,6 +50,7 @@ class CollectiveCosts:
     | reduce      | domain.states     | (r - 1) / r n elements of the reduce dtype                      |
     | then        | domain.replicas   | (r - 1) / r of its shard, and as much of the sum                |
     | refresh     | domain.refreshed  | (r - 1) / r n elements of the parameters' dtype                 |
+    | matrices    | domain.owning_axes| parts of other ranks' matrices, and the results of its own      |
 
     Quantized messages have as many elements in fewer bits, with scales. A reduction in levels reduces over each level,
     with the shard of the level before. Ranks that share memory read it and send nothing.
@@ -122,13 +124,27 @@ class CollectiveCosts:
         nbytes = _message_bytes(numel, group.dtype, group.weight_bits)
         return self._spread("gather", group.sharding.refreshed, nbytes)
 
+    def matrices(self, group: GroupPlan, rank: int) -> CollectiveCost:
+        """Send matrices to the ranks that update them, and the results back: see `MatrixTrip`."""
+        dims = self.blueprint.parallel_dims
+        is_repeated = dims.size(group.sharding.states) == 1
+        names = group.sharding.owning_axes(dims.size(group.sharding.states))
+        size, itemsize, total = dims.size(names), max(4, group.dtype.itemsize), CollectiveCost()
+        if size == 1 or not group.params or not self.blueprint.optimizer.is_matrix(group.params[0][1]):
+            return total
+        for numel in sent_numels(group.layout, size, dims.place(rank, names), is_repeated):
+            sent = numel * itemsize
+            seconds = self.machine.all_to_all(sent * size / (size - 1), size, self._on_host(names))
+            total = total.and_then(self._message("swap", names, sent, seconds))
+        return total
+
     def _spread(self, what: str, names: Sequence[str], nbytes: int) -> CollectiveCost:
         size = self.blueprint.parallel_dims.size(names)
         seconds = self.machine.collective(nbytes, size, self._on_host(names))
         return self._message(what, names, nbytes // size * (size - 1), seconds)
 
     def _message(self, what: str, names: Sequence[str], sent: int, seconds: float) -> CollectiveCost:
-        """Make the message of a "gather" or "reduce". seconds: used unless the machine was measured."""
+        """Make the message of a "gather", "reduce" or "swap". seconds: used unless the machine was measured."""
         size, transport = self.blueprint.parallel_dims.size(names), self.blueprint.transport
         if size == 1:
             return CollectiveCost()
@@ -137,8 +153,9 @@ class CollectiveCosts:
             return CollectiveCost(
                 seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read)
             )
-        seconds = self.machine.moving(f"{transport} {what}", sent, seconds)
-        return _over_links(sent, size, self._on_host(names), goes_to_each=transport == "sockets", seconds=seconds)
+        seconds = self.machine.moving(f"{transport} {'gather' if what == 'gather' else 'reduce'}", sent, seconds)
+        goes_to_each = transport == "sockets" or what == "swap"
+        return _over_links(sent, size, self._on_host(names), goes_to_each, seconds)
 
     def _on_host(self, names: Sequence[str]) -> int:
         return self.machine.ranks_on_host(self.blueprint.parallel_dims, names)

@@ -62,7 +62,7 @@ class LayeredParts:
         self._sums = {
             id(group): exchange.reduce(group).and_then(exchange.all_reduce(group, rank)) for group in plan.trained
         }
-        self._refreshes = [exchange.refresh(group) for group in plan.updated]
+        self._refreshes = [exchange.refresh(group).and_then(exchange.matrices(group, rank)) for group in plan.updated]
         is_native = blueprint.transport == "native"
         self._staged = 2 * max((group.slot_bytes for group in plan.trained), default=0) if is_native else 0
         self._update = update_seconds(blueprint, machine, self._place)

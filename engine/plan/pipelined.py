@@ -104,7 +104,8 @@ class _Place:
 
     def __init__(self, blueprint: Blueprint, machine: Machine, place: int) -> None:
         assert blueprint.pipeline is not None
-        plan, footprint = blueprint.places[place], Footprint(blueprint, blueprint.first_rank_of(place))
+        rank, plan = blueprint.first_rank_of(place), blueprint.places[place]
+        footprint = Footprint(blueprint, rank)
         of_stages = _users(blueprint.pipeline.at(blueprint.stage_place_of(place)), plan.trained)
         by_stage = [[group for group, first in of_stage if first] for of_stage in of_stages]
         self.rests, self._by_stage = Resting.of(blueprint, footprint, place), by_stage
@@ -121,8 +122,8 @@ class _Place:
         self._adding = [gradient_seconds(blueprint, machine, place, *kind, False) for kind in kinds]
         gathers = [exchange.gather(group) for group in plan.groups] if footprint.frees_memory else []
         reduces = [exchange.reduce(group) for group in plan.trained]
-        sums = [*reduces, *(exchange.all_reduce(group, blueprint.first_rank_of(place)) for group in plan.trained)]
-        refreshes = [exchange.refresh(group) for group in plan.updated]
+        sums = [*reduces, *(exchange.all_reduce(group, rank) for group in plan.trained)]
+        refreshes = [exchange.refresh(group).and_then(exchange.matrices(group, rank)) for group in plan.updated]
         self.seconds = {
             "gather exposed": _seconds(gathers) / len(by_stage),  # of the first stage; the rest overlaps
             "reduce exposed": _seconds(sums) / len(by_stage),

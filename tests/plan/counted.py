@@ -224,8 +224,8 @@ def measured(case: Case) -> Numbers:
     send, send_on = SocketTransport._send, P2P.send
 
     def count(self: SocketTransport, tensors: dict[int, Tensor], tag: int, what: str) -> Any:
-        is_of_update = what.startswith(("norms", "matrices"))  # of optimizers that look at whole parameters
-        is_counted = (" of unit" in what and not is_of_update) or "tied" in what
+        is_of_group = " of unit" in what and not what.startswith("norms")  # of optimizers that look at whole parameters
+        is_counted = is_of_group or "tied" in what or what.startswith("matrices back")
         counted["groups"] += sum(one.nbytes for one in tensors.values()) if is_counted else 0
         return send(self, tensors, tag, what)
 

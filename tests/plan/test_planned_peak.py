@@ -167,6 +167,19 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         # Nine groups are exchanged, of which each of three slots comes to three.
         "x tensor": Case("expert gpt", split(1, 1, 1, {"expert": 2, "tensor": 2}, **COLUMNS, **BF16), 3),
     },
+    ("matrices to owners", 2): {
+        **{
+            f"{kind}, stage {stage}": small(whole(kind, stage)) for kind in ("muon", "adafactor") for stage in (0, 1, 3)
+        },
+        "muon, bf16": small(whole("muon", 2, **BF16)),
+        "layer by layer": small(layers(1, 0, 2, optimizer={"type": "muon"})),
+    },
+    ("matrices to owners", 4): {
+        "muon, stage 0": small(whole("muon", 0)),
+        "hybrid": small(whole("muon", 1, zero={"shard_size": 2})),
+        "stages": small(stages("1f1b", 2, optimizer={"type": "adafactor"}), "deep gpt"),
+        "stages, stage 0": small(stages("1f1b", 0, optimizer={"type": "muon"}), "deep gpt"),
+    },
 }
 
 

@@ -210,6 +210,7 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     found: Found = {}
 
     def look(moment: MemoryPhase) -> None:
+        wait_for_updates()
         there, said = allocated() - before, said_of(blueprint, rank, moment)
         leaving = bytes_of(blueprint, rank).staging * (moment is not MemoryPhase.BETWEEN_STEPS)
         found[moment.value] = said, there, small_bytes(blueprint, moment) + leaving
@@ -220,7 +221,6 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
     run = run_pipeline if blueprint.pipeline is not None else run_step
     for _ in range(2 + (blueprint.timing is Timing.DELAYED)):  # states are there, and an update in the background
         most, in_update = run(engine, batches, Peak(before), look)
-        wait_for_updates()
         look(MemoryPhase.BETWEEN_STEPS)
     moments = list(MemoryPhase) if len(batches) > 1 else [MemoryPhase.BETWEEN_STEPS, MemoryPhase.REDUCED]
     said = max(bytes_of(blueprint, rank, moment).model for moment in moments)
@@ -236,7 +236,7 @@ def train(case: Case, rank: int, num_ranks: int) -> Found:
 
 
 def wait_for_updates() -> None:
-    """For those in the background: what they take on the way comes and goes."""
+    """For those in the background: what they take on the way comes and goes, and what they keep must be there."""
     for one in gc.get_objects():
         if type(one) is UpdateThread:
             one.wait()

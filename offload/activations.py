@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..model.compiled import untraced
 from .host_memory import OffloadError, return_large_blocks
 from .residency import Residency, SavedMemory
 from .store import Store
@@ -71,6 +72,7 @@ class ActivationOffload:
         self._first_position = 0
         self._lock = threading.Lock()
         self._freed: deque[SavedMemory] = deque()  # memory of freed saved tensors, until the lock is free
+        self._pack_hook: Callable[[Tensor], KeptTensor | OffloadedTensor] = self._pack  # as autograd calls it
         self._entered: list[saved_tensors_hooks | None] = []
         self._num_passes = 0
         self._logged: set[str] = set()
@@ -104,7 +106,9 @@ class ActivationOffload:
         if self._others_decide():
             self._log("saved-tensor hooks of the caller are active around the model, so nothing is offloaded there")
         else:
-            hooks = saved_tensors_hooks(self._pack, self._unpack)
+            # After a graph break, operators of compiled code run alone, and their hooks would be compiled.
+            self._pack_hook = untraced(self._pack)
+            hooks = saved_tensors_hooks(self._pack_hook, untraced(self._unpack))
             hooks.__enter__()
         self._entered.append(hooks)
         return self
@@ -142,7 +146,7 @@ class ActivationOffload:
     def _others_decide(self) -> bool:
         """Return True inside saved-tensor hooks of the caller or of a checkpoint. Our hooks would displace them."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        return top is not None and top[0] != self._pack
+        return top is not None and top[0] != self._pack_hook
 
     def _pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
         part = self._part_to_move(tensor)

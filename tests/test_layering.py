@@ -92,7 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kernels": {"model", "optimizers"},
     "optimizers": {"configs"},
     "model": set(),
-    "offload": set(),
+    "offload": {"model"},  # what a compiler must not trace
     "configs": set(),
     "launch": set(),
     "launch/job": {*LAUNCH, "watch"},

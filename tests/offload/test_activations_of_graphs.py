@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn import functional
 
 from lowtide.offload import FileStore, HostPool, HostStore, OffloadError, StagedStore, Store
 from lowtide.offload.activations import ActivationOffload, in_storages_of
+from tests.kit.compiling import with_a_new_compiler
 from tests.kit.training import logged, refusal
 from tests.offload.slow_store import SlowStore
 
@@ -348,6 +350,23 @@ def test_host_memory_is_not_copied_to_host_memory() -> None:
         "activation offload: activations on the CPU are already in host memory and stay there; a file store would take "
         "them"
     ]
+
+
+def test_a_compiler_does_not_trace_the_hooks_of_what_runs_after_a_graph_break(store: SlowStore) -> None:
+    """Operators of compiled code run alone there, and autograd calls the hooks in the midst of them."""
+
+    def broken(layer: nn.Module, x: Tensor) -> Tensor:
+        return layer(x).exp() + x[x > 0].sin().mean()  # how many are above 0 is in the data
+
+    with_a_new_compiler()
+    model = Model(broken, 2)
+    compiled = torch.compile(model, backend="aot_eager")
+    compiled(inputs())
+    frames = counters["frames"]["total"]
+    with moving_all(store) as offload:
+        compiled(inputs()).backward()
+    assert offload.offloaded_bytes > 0
+    assert counters["frames"]["total"] == frames
 
 
 # -- what is left -----------------------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ from ..wire.messages import (
 from .host_ranks import HostRanks
 from .process_tree import KILLED_SECONDS, guarded, kill_descendants, reap_all
 
+# The launcher acknowledges every _SHOWN_BYTES (display.py). This must be larger, or the agent would wait for ever.
 WINDOW_BYTES = 1 << 18
 SILENCE_SECONDS = 4.0  # until a peer is lost; its processes then have a second, to be gone within five
 TOKEN_VARIABLE = "LOWTIDE_TOKEN"
@@ -92,6 +93,7 @@ class Agent:
         """Serve, and return the exit status: that of the job, or 1 if the launcher was lost."""
         self._loop.run(lambda: self._status is not None)
         if self._channel.is_open:
+            # The launcher still reads: it waits for the end of this channel before it closes its side.
             self._loop.run(lambda: self._channel.is_flushed or not self._channel.is_open, timeout=_FLUSH_SECONDS)
             self._channel.close()
         return self._status or 0
@@ -107,6 +109,7 @@ class Agent:
             return
         self._channel.send(Output(rank, shown.decode("latin-1")))
         self._may_send -= len(shown)
+        # It is None while HostRanks is made: if the start fails, its `close` passes on output of started ranks.
         if self._ranks is not None:
             self._ranks.pause(self._may_send <= 0)
 
@@ -123,6 +126,7 @@ class Agent:
             self._ranks = None
         if self._held is not None:
             self._held.release()
+        # The launcher takes the end of the channel as the end of the job on this host, so all must be gone before.
         kill_descendants()
         reap_all(KILLED_SECONDS)
         self._status = status
@@ -183,6 +187,7 @@ class Agent:
 
     def _start(self, message: Start) -> None:
         if self._held is not None:
+            # Rank 0 binds this port at once. The release also ends the port's thread before the ranks are forked.
             self._held.release()
             self._held = None
         self._may_send = WINDOW_BYTES
@@ -204,6 +209,7 @@ class Agent:
     def _dump_stacks(self, ranks: tuple[int, ...]) -> None:
         if self._ranks is None:
             return
+        # Reading the stacks takes up to two seconds. In this thread that would delay beats and the ranks' output.
         paths = self._ranks.stack_paths(ranks)
 
         def call() -> None:
@@ -234,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchError as error:
         _say(str(error))
         return 1
+    # A selector registers a descriptor once. So the channel needs a second number for the direction to the launcher.
     return serve(fd, os.dup(fd), options.silence, options.index, seal)
 
 
@@ -275,6 +282,7 @@ def _give_signs(loop: Loop, fd: int) -> None:
 def _take_stdin() -> int:
     """Return the channel's read end, and replace stdin by an empty file."""
     taken = os.dup(0)
+    # A rank that reads stdin would otherwise take messages of the launcher.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
@@ -284,7 +292,9 @@ def _take_stdin() -> int:
 def _take_stdout() -> int:
     """Return the channel's write end, after the mark of its beginning, and send prints to stderr instead."""
     taken = os.dup(1)
+    # A print of a library would otherwise come between two messages and break the channel.
     os.dup2(2, 1)
+    # The first newline ends a line that a remote shell may have left open.
     os.write(taken, b"\n" + MAGIC + b"\n")
     return taken
 
@@ -295,6 +305,7 @@ def _say(text: str) -> None:
 
 def _names() -> tuple[str, ...]:
     """Return the names that a launcher may use for this host."""
+    # The manager's names come first: a node's name in SLURM need not be its host name (NodeHostname in slurm.conf).
     told = [os.environ.get(name) for name in ("SLURMD_NODENAME", "LSB_HOSTNAME")]
     found = [*told, platform.node(), socket.gethostname(), platform.node().split(".")[0]]
     return tuple(dict.fromkeys(name for name in found if name))

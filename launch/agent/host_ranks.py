@@ -56,13 +56,14 @@ class RankOutput:
         """Return the visible part of the next chunk, b"" if none has come yet, None at the end of the pipe."""
         try:
             chunk = os.read(self.fd, _CHUNK_BYTES)
-        except BlockingIOError:
+        except BlockingIOError:  # `_bury` may have emptied the pipe after the selector found it readable
             return b""
         return self._take(chunk) if chunk else None
 
     def read_what_is_there(self) -> bytes:
         """Return the visible part of all that the pipe holds now, at most its capacity."""
         shown = []
+        # 1 MiB is the largest pipe that Linux lets a user make (fs.pipe-max-size).
         for _ in range(_UNENDED_BYTES // _CHUNK_BYTES):  # a process may keep writing
             try:
                 chunk = os.read(self.fd, _CHUNK_BYTES)
@@ -80,6 +81,7 @@ class RankOutput:
         if self._log is not None:
             os.close(self._log)
         rest, self._rest = self._rest, b""
+        # A plain rank's bytes were passed on as they came.
         return b"" if self._is_plain or not rest else self._lines([rest])
 
     def last_lines(self) -> tuple[str, ...]:
@@ -96,6 +98,8 @@ class RankOutput:
     def _take(self, chunk: bytes) -> bytes:
         self._write_log(chunk)
         *lines, rest = (self._rest + chunk).split(b"\n")
+        # A progress bar may print for days without a newline, so only its final state is kept. Without the last "\r",
+        # the next state would be appended to this state.
         self._rest = _visible(rest) + (b"\r" if rest.endswith(b"\r") else b"")
         if len(self._rest) > _UNENDED_BYTES:
             lines.append(self._rest)
@@ -113,6 +117,7 @@ class RankOutput:
             return
         try:
             while chunk:
+                # A write may take a part, for example when the disk becomes full.
                 chunk = chunk[os.write(self._log, chunk) :]
         except OSError as error:
             self._note(f"{self._log_path} cannot be written: {error.strerror}. The ranks continue without this log")
@@ -127,6 +132,7 @@ def _start_of_traceback(lines: list[str]) -> int:
     for i in range(len(lines) - 1, -1, -1):
         if lines[i].startswith(_STARTS_OF_TRACEBACKS):
             start = i
+            # CPython prints this sentence between two empty lines, directly above the traceback that follows.
             if not any(line.startswith(_BETWEEN_TRACEBACKS) for line in lines[max(0, i - 3) : i]):
                 break
     return start
@@ -178,6 +184,7 @@ class HostRanks:
                 f"the ranks cannot be started: cannot make a folder for their records in {memory_folder()}: {error}. "
                 "Free space there"
             ) from error
+        # Before the first start: else a rank that ends at once would be noticed only with the next child's end.
         loop.on_signal(signal.SIGCHLD, self._reap)
         try:
             if start.job.log_folder is not None:
@@ -204,6 +211,7 @@ class HostRanks:
     def send_signal(self, number: int) -> None:
         """Send a signal to every running rank, except a Ctrl-C that the terminal has sent to it already."""
         for rank, state in self._ranks.items():
+            # That rank stayed in the terminal's foreground process group: see `process_group` in `_started`.
             has_it = rank == self._job.plain_rank and self._at_terminal and number == signal.SIGINT
             if state.is_running and not has_it:
                 with contextlib.suppress(ProcessLookupError):
@@ -243,6 +251,7 @@ class HostRanks:
     def _started(self, plan: RankPlan, start: Start) -> _Rank:
         job = self._job
         is_plain = plan.rank == job.plain_rank
+        # Without a pipe `isatty()` holds in the script, so progress bars and colours work. A log needs the pipe.
         has_terminal = is_plain and job.inherits_terminal and job.log_folder is None
         reads_terminal = is_plain and self._at_terminal
         own = dict(plan.environment)
@@ -256,6 +265,8 @@ class HostRanks:
         read_fd, write_fd = (None, None) if has_terminal else os.pipe()
         output = None if read_fd is None else RankOutput(read_fd, is_plain, log, self._note, job.appends_logs)
         try:
+            # Later entries of `env` win. MASTER_PORT and TORCHELASTIC_* come after the agent's environment, because the
+            # launcher may itself run inside a job of torchrun.
             process = subprocess.Popen(
                 command_of(job.command, str(plan.local_rank)),
                 cwd=job.folder,
@@ -270,11 +281,14 @@ class HostRanks:
                 stdin=None if reads_terminal else subprocess.DEVNULL,
                 stdout=write_fd,
                 stderr=write_fd,
+                # A reader of the terminal must be in its foreground group, or SIGTTIN stops it. The remaining ranks get
+                # Ctrl-C from the agent alone, not a second time from the terminal.
                 process_group=None if reads_terminal else 0,
                 preexec_fn=_prepared(die_with_parent(), plan.cores),  # this process has a single thread
             )
         finally:
             if write_fd is not None:
+                # Held open here, the pipe would not end with the rank.
                 os.close(write_fd)
         process.returncode = 0  # `_reap` reaps it, not Popen
         return _Rank(plan, process.pid, output)
@@ -296,6 +310,7 @@ class HostRanks:
         ranks = {state.pid: rank for rank, state in self._ranks.items()}
         clock = time.monotonic()
         with contextlib.suppress(ChildProcessError):
+            # The kernel merges signals: a single SIGCHLD may stand for several children.
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
                 pid, status = found
                 if pid in ranks:
@@ -307,6 +322,7 @@ class HostRanks:
         last = None
         if state.output is not None:
             if state.output.is_open:
+                # The traceback may still be in the pipe. The pipe stays open, as children of the rank may write to it.
                 self._print(rank, state.output.read_what_is_there())
             last = state.output.last_lines()
         self._ended(Ended(rank, status, clock, last))

@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lowtide orphans: expected the identity of a job, found {list(arguments)}", file=sys.stderr)
         return 2
     met = kill_orphans(arguments[0])
+    # With guard and agent gone, nothing else removes the records of their ranks.
     remove_dead_folders()
     print(MAGIC, ", ".join(f"{name} (process {pid})" for pid, name in met.items()), flush=True)
     return 0

@@ -28,6 +28,7 @@ _TICK_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
+# Loaded here, not in `bind`: between fork and exec the loader's lock may be held by a thread that no longer exists.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _FAULT_STATUS = 70  # exit status of a child that raised an exception
 _POLL_SECONDS = 0.002
@@ -69,6 +70,7 @@ def forked(work: Callable[[], int], kept: Collection[int]) -> int:
         if stream is not None:
             with contextlib.suppress(OSError):  # the child would write buffered text a second time
                 stream.flush()
+    # Until the child has its own handlers, a signal to it would wake the parent's loop: the wakeup pipe is shared.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -77,15 +79,19 @@ def forked(work: Callable[[], int], kept: Collection[int]) -> int:
     status = _FAULT_STATUS
     try:
         gc.freeze()  # collecting the parent's objects here could close a descriptor number that is now ours
+        # Before the pipe is closed: its number may be reused, and signals would write into the new file.
         signal.set_wakeup_fd(-1)
+        # A copy of the parent's end of a channel would hide the parent's death from the peer.
         _close_all_but({0, 1, 2, *kept})
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # Not SIG_IGN, which ranks would inherit through exec. A handler becomes the default action there.
             signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         status = work()
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
+        # Not sys.exit: the parent's exit functions and buffers are copied here, and must not run twice.
         os._exit(status)
 
 
@@ -110,6 +116,7 @@ def kill_descendants() -> None:
         return
     import psutil  # see [Note: psutil is imported late]
 
+    # A killed process stays in the list until it is reaped, so known ids must not count as new.
     met: set[int] = set()
     while True:
         new = [child for child in psutil.Process().children(recursive=True) if child.pid not in met]
@@ -135,6 +142,7 @@ def _has_children() -> bool:
     if _LIBC is None:
         return True
     try:
+        # WNOWAIT leaves the status of an ended rank for `HostRanks._reap`.
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return False
@@ -155,6 +163,7 @@ def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_sec
     for `silence_seconds`, the child is killed. private: descriptors for the child alone.
     Needs a single thread.
     """
+    # Nothing is ever written: the kernel closes the guard's end when the guard dies, and the agent reads the end.
     guard_alive, _held_by_guard = os.pipe()
     signs_of_life, written_by_work = os.pipe()
     be_called("lowtide guard")
@@ -166,16 +175,20 @@ def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_sec
         return work(guard_alive, written_by_work)
 
     pid = forked(be_agent, (guard_alive, written_by_work, *private))
+    # With a copy here, neither the launcher nor `_watch` would see the end of the agent.
     for fd in (guard_alive, written_by_work, *private):
         os.close(fd)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda number, frame: _pass_on(pid, number))
+    # It returns when the agent closes its pipe, thus when it ends.
     _watch(pid, signs_of_life, silence_seconds)
     _, status = os.waitpid(pid, 0)
+    # The kernel has given the agent's orphans to this process, the nearest subreaper.
     kill_descendants()
     reap_all(KILLED_SECONDS)
     remove_dead_folders()
     code = os.waitstatus_to_exitcode(status)
+    # As a shell reports a signal. `LocalTransport.why_lost` reads it.
     return 128 - code if code < 0 else code
 
 
@@ -193,7 +206,9 @@ def _watch(pid: int, signs_of_life: int, silence_seconds: float | None) -> None:
             if not os.read(signs_of_life, 4096):
                 return
         else:
+            # Ticks, not the clock: see [Note: silence] in channel.py.
             silent += _TICK_SECONDS
             # A second later than the launcher, so that the launcher reports the loss.
             if silence_seconds is not None and silent > silence_seconds + _TICK_SECONDS:
+                # The id is still the agent's, also if this line runs again a second later: it is reaped after `_watch`.
                 os.kill(pid, signal.SIGKILL)

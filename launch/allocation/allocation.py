@@ -91,6 +91,7 @@ def _check(request: AllocationRequest) -> None:
 def _part_of(request: AllocationRequest, environ: Mapping[str, str], full_name: Callable[[], str]) -> Allocation | None:
     """Return this process's part in a running job, or None."""
     return (
+        # The innermost starter comes first: a rank of torchrun inside a SLURM job or a pod has their variables too.
         find_torchrun(environ)
         or find_mpi(environ)
         or find_slurm(environ)
@@ -102,6 +103,7 @@ def _part_of(request: AllocationRequest, environ: Mapping[str, str], full_name: 
 def _over_others(found: Allocation, flag: str, environ: Mapping[str, str]) -> Allocation:
     """Add a note if the environment contradicts the flag that `found` comes from."""
     try:
+        # No name is looked up for a mere note: it may take seconds. An indexed Job then raises, and gets no note.
         other = _part_of(AllocationRequest(), environ, lambda: "")
     except LaunchError:
         return found
@@ -119,6 +121,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
     else:
         path = request.hostfile or Path()
         hosts, source, flag = read_hostfile(path), f"hostfile {path}", "--hostfile"
+    # A name may be `user@localhost`.
     loopback = [host.name for host in hosts if host.name.rpartition("@")[2] in _LOOPBACK]
     if loopback and len(hosts) > 1:
         raise LaunchError(
@@ -128,6 +131,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
     transport: TransportName = "ssh"
     if len(hosts) == 1 and (loopback or hosts[0].name in _own_names(full_name)):
         transport = "local"
+    # srun reaches only nodes of its job. If a single host is foreign, ssh starts all agents.
     elif {host.name for host in hosts} <= set(node_names(environ)):
         transport = "srun"
     return _over_others(Allocation(source, transport, hosts), flag, environ)
@@ -141,6 +145,7 @@ def _own_names(full_name: Callable[[], str]) -> set[str]:
 def _by_hand(request: AllocationRequest) -> Allocation:
     """Return the hosts of launchers that the user starts on every host, as with torchrun's --node-rank."""
     meet, index, count = request.meet or "", request.host_index or 0, request.num_hosts or 1
+    # From the right: an IPv6 address has colons too.
     address, _, port = meet.rpartition(":")
     if not address or not port.isdigit() or not 0 < int(port) < 65536:
         raise LaunchError(f'--meet: expected HOST:PORT, for example node1:23456, found "{meet}"')
@@ -202,6 +207,7 @@ def _with_transport(found: Allocation, transport: TransportName | None) -> Alloc
         )
     if transport == "local" and len(found.hosts) > 1:
         raise LaunchError(f"--transport local is for a single host, found {len(found.hosts)} ({names}): leave it out")
+    # No source named hosts. Only ssh, srun and mpirun come here, and they need hosts to reach.
     if found.source == _this_machine().source:
         raise LaunchError(f"--transport {transport} needs hosts, found none. Name them with --hosts or --hostfile")
     return replace(found, transport=transport)

@@ -29,6 +29,7 @@ def find_pod(environ: Mapping[str, str], num_hosts: int | None, full_name: Calla
     num_hosts: of --num-hosts, overrides the environment. full_name: returns this pod's name with its domain, only for
     an indexed Job. Raises LaunchError if the number of pods or the address of pod 0 is unknown.
     """
+    # WORLD_SIZE alone is set by many tools; inside a cluster it is the mark of an operator before 1.7.
     if "PET_NNODES" in environ or ("KUBERNETES_SERVICE_HOST" in environ and "WORLD_SIZE" in environ):
         return _kubeflow(environ, num_hosts)
     if "JOB_COMPLETION_INDEX" in environ:
@@ -65,6 +66,7 @@ def _kubeflow(environ: Mapping[str, str], num_hosts: int | None) -> Allocation |
 
 def _num_pods(environ: Mapping[str, str], source: str) -> int:
     if "PET_NNODES" in environ:
+        # Of an elastic `2:4` the most: the job then waits for all pods, as the note says.
         most = environ["PET_NNODES"].rpartition(":")[2]
         return number({"PET_NNODES": most}, "PET_NNODES", source)
     return number(environ, "WORLD_SIZE", source)
@@ -100,6 +102,7 @@ def _indexed(environ: Mapping[str, str], num_hosts: int | None, full_name: Calla
 def _first_pod(full_name: str, index: int, pods: int) -> str:
     """Return pod 0's name: `train-2.workers.default.svc` of pod 2 -> `train-0.workers.default.svc`."""
     name, dot, domain = full_name.partition(".")
+    # Without a domain the name has no subdomain, so the name service knows no pod, and no pod could find pod 0.
     if not name.endswith(f"-{index}") or (pods > 1 and not dot):
         raise LaunchError(
             f'indexed Job, pod {index}: expected this pod\'s name as "JOB-{index}.SERVICE", found "{full_name}". Make '
@@ -112,6 +115,7 @@ def _pod_names(address: str, pods: int) -> list[str]:
     """Return names to show, from pod 0's: train-master-0, train-worker-0, ...; x-node-0-0.x, x-node-0-1.x, ..."""
     name, dot, domain = address.partition(".")
     if name.endswith("-master-0"):
+        # A PyTorchJob numbers its workers from 0, beside the master.
         workers = name.removesuffix("-master-0") + "-worker-"
         return [address, *(f"{workers}{index}{dot}{domain}" for index in range(pods - 1))]
     if name.endswith("-0"):

@@ -51,6 +51,7 @@ def rendezvous_port(identity: str, environ: Mapping[str, str]) -> int:
     """Return the port at which host 0 of the job `identity` listens. See [Note: meeting port]."""
     if environ.get("MASTER_PORT"):
         return number(environ, "MASTER_PORT", identity)
+    # Not hash(): Python salts it, so each host would have another port.
     return _FIRST_PORT + zlib.crc32(identity.encode()) % _NUM_PORTS
 
 
@@ -76,6 +77,7 @@ def find_slurm(environ: Mapping[str, str]) -> Allocation | None:
     if not job or not _nodes(environ):
         return None
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
+    # The batch script has a number of this range or none. It is no task, so it launches on all nodes of the job.
     if not step.isdigit() or int(step) >= _MAX_NORMAL_STEP or not environ.get("SLURM_STEP_NODELIST"):
         return _job(environ, f"SLURM job {job}")
     return _step(environ, f"SLURM job {job}, step {step}")
@@ -105,6 +107,7 @@ def _job(environ: Mapping[str, str], source: str) -> Allocation:
     names = node_names(environ)
     tasks = _asked_tasks(environ, len(names))
     hosts = tuple(
+        # A single task on a node is the script or a launcher, so the node gets a rank for each accelerator.
         Host(name, tuple(range(count)) if count > 1 else None, expected_devices=_num_devices(environ, index))
         for index, (name, count) in enumerate(zip(names, tasks, strict=True))
     )
@@ -135,6 +138,7 @@ def _num_devices(environ: Mapping[str, str], index: int) -> int | None:
     asked = environ.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # "8" or "a100:8"
     if asked.isdigit():
         return int(asked)
+    # The variables below describe the node of this process. The shell of salloc may run on a login node.
     if index > 0 or "SLURM_NODEID" not in environ:
         return None
     if environ.get("SLURM_GPUS_ON_NODE", "").isdigit():
@@ -152,16 +156,19 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
             f"{source}: its {len(tasks)} task counts do not match its {len(names)} nodes. Start a task on each node: "
             "srun --ntasks-per-node=1 lowtide launch ..."
         )
+    # Such a step has been asked to use this node alone, so the remaining nodes of the job are not used.
     if tasks == [1]:
         num_others = len(node_names(environ)) - 1
         note = f"this step has 1 of the job's {num_others + 1} nodes; start lowtide outside srun to use all"
         return Allocation(source, "local", hosts, notes=(note,) if num_others else ())
+    # The number counts within the step's nodes, as does `names`.
     index = number(environ, "SLURM_NODEID", source)
     if index >= len(names):
         raise LaunchError(
             f"{source}: SLURM_NODEID={index} is out of range for its {len(names)} nodes. Use --hosts instead"
         )
     port = rendezvous_port(source, environ)
+    # With a task on each node, every task is a launcher of its node. With more tasks, every task is a rank.
     if set(tasks) == {1}:
         rendezvous = Rendezvous(index, names[0], port, source)
         return Allocation(source, "join", hosts, part="agent" if index else "launcher", rendezvous=rendezvous)
@@ -196,6 +203,7 @@ def find_lsf(environ: Mapping[str, str]) -> Allocation | None:
             f"LSF gives up to {most} slots a host, which count processors; --nproc sets the ranks on each host"
         )
     hosts = tuple(Host(name) for name in names)
+    # If the script's host was left out, the remaining host is another host and needs ssh.
     alone = len(hosts) == 1 and len(slots) == 1
     return Allocation(source, "local" if alone else "ssh", hosts, notes=tuple(notes))
 
@@ -221,6 +229,7 @@ def _slots(environ: Mapping[str, str]) -> dict[str, int]:
     else:
         pairs = [(name, 1) for name in environ.get("LSB_HOSTS", "").split()]
     slots: dict[str, int] = {}
+    # LSB_HOSTS and the host file repeat a host for each of its slots.
     for name, count in pairs:
         slots[name] = slots.get(name, 0) + count
     return slots

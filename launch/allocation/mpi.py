@@ -39,10 +39,12 @@ def find_mpi(environ: Mapping[str, str]) -> Allocation | None:
     Raises LaunchError if rank 0's address is unknown.
     """
     for name, variables in _VARIABLES.items():
+        # All four: SLURM's PMI-2 sets PMI_RANK and PMI_SIZE for tasks of srun, but no local ranks.
         if not all(environ.get(variable) for variable in variables):
             continue
         source = f"{name} ({variables[0]}={environ[variables[0]]}, {variables[1]}={environ[variables[1]]})"
         rank, size, local_rank, local_size = (number(environ, variable, source) for variable in variables)
+        # A single process has no part to play: `mpirun -n 1 lowtide launch` starts its job like any shell.
         if size == 1:
             return None
         if not 0 < local_size <= size:
@@ -54,9 +56,11 @@ def find_mpi(environ: Mapping[str, str]) -> Allocation | None:
 def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Mapping[str, str]) -> Allocation:
     rank, size, local_rank, local_size = place
     address = "127.0.0.1" if local_size == size else _address(source, environ)
+    # The port is a hash of this name, so it must be equal on all hosts and differ between two runs.
     job = next((environ[key] for key in _IDENTITIES if environ.get(key)), address)
     identity = f"{name} {job}"
     port = rendezvous_port(identity, environ)
+    # A process alone on its host launches the host's ranks. More processes are ranks already.
     if local_size == 1:
         rendezvous = Rendezvous(rank, address, port, identity)
         hosts = tuple(Host(host) for host in _names(size, address, environ))

@@ -74,6 +74,7 @@ def job_environment(
     inherited: ranks inherit this process's environment (transport "local"), so that nothing needs passing on. Raises
     LaunchError for bad names, unset names and unreadable lines.
     """
+    # On the launcher's host the agent is a fork and has all of this environment.
     result = {} if inherited else passed_on(environ)
     for file in files:
         result |= read_env_file(file, environ)
@@ -108,6 +109,7 @@ def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
     for number, line in enumerate(text.splitlines(), 1):
         where, line = f"{path}, line {number}", line.strip().removeprefix("export ").lstrip()
         if line and not line.startswith("#"):
+            # An "=" in a comment does not make a value: `NAME  # a=b` is a name alone.
             bare = _COMMENT.sub("", line)
             name, equals, value = line.partition("=") if "=" in bare else (bare, "", "")
             name = name.rstrip()

@@ -97,6 +97,7 @@ def run_checks(request: CheckRequest) -> list[CheckResult]:
         # A thread each, abandoned if need be: a dead network file system blocks its callers for ever.
         threading.Thread(target=_answer, args=(answers, name, probe), daemon=True).start()
     silent = f"no answer within {request.limit_seconds:g} s"
+    # Filled before: a probe that never answers keeps this text.
     found = {name: CheckResult(name, None, silent) for name in probes}
     for _ in probes:
         try:
@@ -184,6 +185,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
             continue
         if limit != "max":
             cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{cache_name} ")), 0)
+            # A parent group may have the lower limit. Version 1 writes a number near 2^63 if there is no limit.
             left = min(left, int(limit) - usage + cache)
     return max(left, 0)
 
@@ -229,6 +231,7 @@ def _program(name: str) -> str:
 
 
 def _script_digest(path: Path) -> str:
+    # Python runs a folder with a __main__.py. Its files are not compared.
     if path.is_dir():
         return "folder"
     return hashlib.sha256(path.read_bytes()).hexdigest()[:_DIGITS]
@@ -236,6 +239,7 @@ def _script_digest(path: Path) -> str:
 
 def _module_origin(name: str, folders: list[str]) -> str:
     top = name.partition(".")[0]
+    # Only the top: to find `a.b`, Python imports `a`, and a check must not run the user's code.
     spec = importlib.machinery.PathFinder.find_spec(top, folders) or importlib.util.find_spec(top)
     if spec is None:
         raise FileNotFoundError("no such module")
@@ -245,6 +249,7 @@ def _module_origin(name: str, folders: list[str]) -> str:
 def _free_after_writing(path: Path) -> int:
     """Return the free bytes of a folder after writing a small file to it, or to its parent if it does not exist."""
     place = path if path.exists() else path.parent
+    # Unbuffered and with bytes: a full disk or a quota shows in the write, not in the opening.
     with tempfile.TemporaryFile(dir=place, prefix="lowtide-check-", buffering=0) as file:
         file.write(bytes(_PROBE_BYTES))
     return _file_system_bytes(place)[1]

@@ -94,8 +94,10 @@ def _numbers(text: str, whole: str) -> list[str]:
         first, last = match[1], match[2] or match[1]
         if int(last) < int(first):
             raise LaunchError(f'the range "{piece.strip()}" in "{whole}" ends before it starts: swap its ends')
+        # Before the list is made: a range with a digit too many would fill the memory.
         if int(last) - int(first) >= MAX_HOSTS:
             raise LaunchError(f'the range "{piece.strip()}" in "{whole}" has more than {MAX_HOSTS} numbers: check it')
+        # Width as in the first number: node[08-11] means node08 to node11.
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers
 
@@ -141,6 +143,7 @@ def parse_hostfile(text: str, where: str) -> tuple[Host, ...]:
     hosts: list[Host] = []
     line_of: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
+        # `slots = 8` is the same as `slots=8`.
         words = re.sub(r"\s*=\s*", "=", line.partition("#")[0].strip()).split()
         if not words:
             continue
@@ -227,6 +230,7 @@ def _hosts_of_line(words: list[str]) -> list[Host]:
 def _name_and_slots(word: str) -> tuple[str, tuple[int, ...] | None]:
     """Split `node[1-2]:8` into ("node[1-2]", slots 0 to 7). An IPv6 address has no slots."""
     pieces = split_outside_brackets(word, ":")
+    # With more colons it is an IPv6 address, whose end looks like a number of slots.
     if word.count(":") == 1 and len(pieces) == 2:
         return pieces[0], tuple(range(_count(pieces[1], word)))
     if word.endswith(":"):
@@ -243,6 +247,7 @@ def _count(value: str, word: str) -> int:
 def _parse_filter(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...] | None]:
     """Return host name -> slots; None: all."""
     by_name = {host.name: host for host in hosts}
+    # The filter separates hosts by "@", so `user@node1` is written as `node1` there.
     by_name |= {host.name.partition("@")[2]: host for host in hosts if "@" in host.name}
     found: dict[str, tuple[int, ...] | None] = {}
     try:
@@ -284,6 +289,7 @@ def _excluded(host: Host, slots: tuple[int, ...] | None) -> Host | None:
     """Return `host` without `slots`; None if none is left."""
     if slots is None:
         return None
+    # The devices of the host are not known yet, so the exclusion is kept for the plan.
     if host.slots is None:
         return replace(host, excluded=tuple(sorted(set(host.excluded) | set(slots))))
     left = tuple(slot for slot in host.slots if slot not in slots)

@@ -25,6 +25,7 @@ def physical_cores(root: Path, allowed: Sequence[int]) -> Cores:
         if processor not in left:
             continue
         file = root / f"sys/devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        # A mask may allow only a part of a core's threads.
         group = tuple(sorted({processor, *_read_list(file)} & left))
         left -= set(group)
         groups.append(group)
@@ -77,11 +78,13 @@ def rank_nodes(count: int, device_nodes: Sequence[int | None], nodes: Mapping[in
 def own_cores(cores: Cores, of_rank: Sequence[int | None], nodes: Mapping[int, Sequence[int]]) -> list[tuple[int, ...]]:
     """Give each rank a piece of `cores`, on its node if known, without overlap."""
     result: list[tuple[int, ...]] = [()] * len(of_rank)
+    # A single unknown node spoils the division by nodes: pieces could overlap.
     if None in of_rank:
         return split(cores, len(of_rank))
     for node in set(of_rank):
         assert node is not None
         ranks = [rank for rank, rank_node in enumerate(of_rank) if rank_node == node]
+        # The threads of a core are on the same node, so the first tells for all.
         there = tuple(group for group in cores if group[0] in nodes[node])
         for rank, piece in zip(ranks, split(there, len(ranks)), strict=True):
             result[rank] = piece
@@ -110,6 +113,7 @@ def control_groups(root: Path, controller: str) -> list[tuple[Path, bool]]:
     folders: list[tuple[Path, bool]] = []
     for line in lines:
         _, names, path = line.split(":", 2)
+        # A line of version 2 names no controller, and its group has all of them.
         if names and controller not in names.split(","):
             continue
         base = root / "sys/fs/cgroup" / (controller if names else "")

@@ -122,6 +122,7 @@ def make_plan(
         address,
         tuple(notes),
     )
+    # In a second step: a rank's number and WORLD_SIZE are known when all hosts have their ranks.
     return replace(plan, hosts=_numbered(plan))
 
 
@@ -207,6 +208,7 @@ def _ranks_of_host(
     shared = _host_variables(host, seen, entries)
     ranks: list[RankPlan] = []
     for local_rank in range(len(slots)):
+        # With a quota, a rank may be bound to more cores than it may keep busy, so threads follow the quota.
         bound = bind == "cores" and report.core_limit is None and cores[local_rank]
         threads = len(cores[local_rank]) if bound else report.num_cores // len(slots)
         unset = {"OMP_NUM_THREADS": str(max(1, threads))} | _UNSET_DEFAULTS
@@ -214,6 +216,7 @@ def _ranks_of_host(
             unset[_ALLOCATOR] = _SEGMENTS
         own = {name: value for name, value in unset.items() if name not in environment}
         device = entries[local_rank] if entries else None
+        # The mask comes last: it replaces a mask that the user gave, from which the slots were chosen.
         ranks.append(RankPlan(local_rank, local_rank, device, cores[local_rank], own | shared))
     return tuple(ranks)
 
@@ -225,6 +228,7 @@ def _slots(host: Host, num_devices: int, nproc: int | None) -> list[int]:
     elif num_devices:
         slots = [slot for slot in range(num_devices) if slot not in host.excluded]
     else:
+        # Without slots and devices, --nproc itself says how many ranks the host has.
         slots = [slot for slot in range(nproc or 1) if slot not in host.excluded]
     if not slots:
         raise LaunchError(
@@ -257,6 +261,7 @@ def _cores(
     """Return the cores that each rank is bound to."""
     if bind == "auto":
         told = any(node is not None for node in device_nodes)
+        # Without devices no node is nearer to a rank than another, so binding would only take cores away.
         bind = "numa" if told and len(report.nodes) > 1 else "none"
     if bind == "none":
         return [()] * count
@@ -321,6 +326,7 @@ def _shown_command(command: Sequence[str]) -> list[str]:
     shown: list[str] = []
     for word in command:
         option, equals, value = word.partition("=")
+        # The word after `--hf-token` is its value.
         if shown and shown[-1].startswith("--") and "=" not in shown[-1] and is_secret(shown[-1]):
             shown.append(shown_value(shown[-1], word))
         elif equals and option.startswith("-"):

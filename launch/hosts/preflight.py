@@ -201,9 +201,11 @@ def _differences(checked: Sequence[HostChecks]) -> Iterator[HostFault]:
 
     same_python = "use the same Python on all hosts"
     yield from _unlike("python", checked, minor, same_python)
+    # Only among hosts with the same minor version: the others have their fault already.
     yield from _unlike("python", _majority(checked, minor), of("python"), same_python, is_fatal=False)
     for package in PACKAGES:
         yield from _unlike(package, checked, of(package), f"install the same {package} on all hosts")
+    # Sources differ in any case between versions, which is a fault of its own.
     same_version = _majority(checked, of("lowtide"))
     update = "update it, so that all hosts run the same code"
     yield from _unlike("lowtide sources", same_version, of("lowtide_source"), update, is_fatal=False)
@@ -264,11 +266,13 @@ def _scarce_things(planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
         expected = f"{size_text(ranks * LOW_RANK_BYTES)} of free memory for {_count(ranks, 'rank')}"
         yield HostFault("memory", (host.host,), expected, size_text(free), advice, free < ranks * LEAST_RANK_BYTES)
     shared = host.value("free_shared_memory_bytes")
+    # NCCL, the segments of comm/shared_segment.py and workers of data loaders keep their shared memory there.
     if shared is not None and ranks > 1 and shared < LOW_SHARED_BYTES:
         advice = "in Docker add --shm-size=8g, in Kubernetes an emptyDir with medium Memory at /dev/shm"
         expected = f"{size_text(LOW_SHARED_BYTES)} free in /dev/shm for {_count(ranks, 'rank')}"
         yield HostFault("/dev/shm", (host.host,), expected, size_text(shared), advice, is_fatal=False)
     locked = host.value("locked_memory_bytes")
+    # Registering buffers for RDMA locks them. Ranks on the CPU use gloo, which does not register any.
     has_rdma = bool(host.value("rdma_devices")) and any(rank.device is not None for rank in planned.ranks)
     if has_rdma and isinstance(locked, int) and locked < LOW_LOCKED_BYTES:
         advice = "raise `ulimit -l` (LimitMEMLOCK=infinity of sshd or slurmd), or NCCL cannot use InfiniBand"
@@ -281,6 +285,7 @@ def _way_to_master(plan: JobPlan, host: HostChecks) -> Iterator[HostFault]:
     master, address = plan.hosts[0].name, plan.master_address
     errors = {result.name: result.error for result in host.results}
     resolved = str(host.value("master_address") or "")
+    # /etc/hosts of many distributions maps a host's name to 127.0.1.1. On that host alone this is no fault.
     is_loop = bool(resolved) and all(found.startswith("127.") or found == "::1" for found in resolved.split(", "))
     if errors.get("master_address"):
         advice = "add it to the name service or /etc/hosts, or name the hosts by addresses"
@@ -319,6 +324,7 @@ def _majority(checked: Sequence[HostChecks], value_of: Callable[[HostChecks], An
 
 def _folded(found: Iterable[HostFault]) -> list[HostFault]:
     """Merge faults that differ only in their hosts."""
+    # A frozen dataclass without its hosts is the key, so equal faults of a thousand hosts become a line.
     hosts: dict[HostFault, tuple[str, ...]] = {}
     for fault in found:
         key = replace(fault, hosts=())

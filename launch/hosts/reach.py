@@ -46,6 +46,7 @@ class HeldPort:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
         self._socket.close()
+        # The agent forks the ranks next, which needs a single thread.
         self._thread.join(2 * _PATIENCE_SECONDS)
 
     def _answer(self) -> None:
@@ -92,6 +93,7 @@ def _listen(port: int, is_local: bool) -> socket.socket:
     """Listen as the store will: on all addresses, as torch does, or at the address of comm/rendezvous.py."""
     if is_local:
         return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
+    # torch's store uses IPv6 where it can: a port that is free for IPv4 alone could still be taken.
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
@@ -143,6 +145,7 @@ def own_addresses(environ: Mapping[str, str]) -> tuple[str, ...]:
                     found.append(ipaddress.ip_address(address.address.partition("%")[0]))
     usable = sorted((a for a in found if not a.is_loopback and not a.is_link_local), key=lambda a: a.version)
     by_ssh = environ.get("SSH_CONNECTION", "").split()
+    # SSH_CONNECTION is "client port server port": the third word is this host's address as the client used it.
     return tuple(dict.fromkeys([*by_ssh[2:3], *map(str, usable)]))
 
 
@@ -157,6 +160,7 @@ def reachable(addresses: Sequence[str], port: int) -> dict[str, str]:
 
     threads = [threading.Thread(target=reach, args=(address,), daemon=True) for address in addresses]
     for thread in threads:
+        # All at once: each silent address costs _TRY_SECONDS, and a host may have many.
         thread.start()
     for thread in threads:
         thread.join()
@@ -165,6 +169,7 @@ def reachable(addresses: Sequence[str], port: int) -> dict[str, str]:
 
 def _interface_towards(address: str, port: int) -> str:
     try:
+        # UDP: `connect` only asks the kernel for a route, and the socket's name tells its interface.
         family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(place)  # sends nothing

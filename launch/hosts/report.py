@@ -98,6 +98,7 @@ def visible(kind: Kind, devices: Sequence[Device], environment: Mapping[str, str
     cut = [(entry, device) for entry, device in chosen if device.parts]
     if cut:
         entry, device = cut[0]
+        # CUDA lets a process use a single MIG device. If the mask names the whole device, it is the first part.
         chosen = [(entry if entry.startswith("MIG-") else device.parts[0], device)]
     # Without a fixed order CUDA puts the fastest device first, so an index does not tell the NUMA node.
     known = (
@@ -112,10 +113,12 @@ def visible(kind: Kind, devices: Sequence[Device], environment: Mapping[str, str
 def _visible_to_hip(devices: Sequence[Device], environment: Mapping[str, str]) -> Visible:
     outer = environment.get("ROCR_VISIBLE_DEVICES")
     left = list(devices) if outer is None else [device for _, device in _resolve(_split(outer), devices)]
+    # HIP counts within the devices that ROCR_VISIBLE_DEVICES leaves, from 0.
     within = [
         Device((str(index), *device.identities[1:]), device.name, device.node) for index, device in enumerate(left)
     ]
     set_here = [name for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in environment]
+    # HIP prefers the first of the two. The mask goes into the variable that HIP reads, or it would have no effect.
     variable = set_here[0] if set_here else "HIP_VISIBLE_DEVICES"
     entries = _split(environment[variable]) if set_here else [device.identities[0] for device in within]
     chosen = _resolve(entries, within)
@@ -134,6 +137,7 @@ def _resolve(entries: Sequence[str], devices: Sequence[Device]) -> list[tuple[st
         if device is None:
             break
         chosen.append((entry, device))
+    # Two parts of a device count as two devices, two names of a device as the same device.
     keys = [entry if entry.startswith("MIG-") else device.identities[0] for entry, device in chosen]
     return chosen if len(set(keys)) == len(keys) else []
 
@@ -154,11 +158,13 @@ def _nvidia(root: Path, listed: str | None) -> tuple[Device, ...]:
     files = _nvidia_files(root)
     if listed is not None:
         return _from_listing(root, listed, files)
+    # Without nvidia-smi, for example in a slim container: the driver's files are in the order of the PCI addresses.
     if files:
         return tuple(
             Device((str(index), *([uuid] if uuid else [])), name, _pci_node(root, bus))
             for index, (uuid, name, bus) in enumerate(files)
         )
+    # The last resort: names are unknown, and so are the NUMA nodes.
     nodes = sorted(int(path.name[6:]) for path in (root / "dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
     return tuple(Device((str(index),), "NVIDIA GPU") for index in range(len(nodes)))
 
@@ -193,6 +199,7 @@ def _amd(root: Path) -> tuple[Device, ...]:
     """Return nodes of the kernel's compute driver with SIMD units whose device file exists (not so in a container)."""
     folder = root / "sys/class/kfd/kfd/topology/nodes"
     devices: list[Device] = []
+    # By number: as text, "10" would come before "2".
     for path in sorted(folder.glob("[0-9]*"), key=lambda path: int(path.name)):
         try:
             words = [line.split() for line in (path / "properties").read_text(encoding="utf-8").splitlines()]
@@ -202,9 +209,11 @@ def _amd(root: Path) -> tuple[Device, ...]:
         if not values.get("simd_count") or not (root / f"dev/dri/renderD{values.get('drm_render_minor')}").exists():
             continue
         location = values.get("location_id", 0)
+        # location_id is the kernel's bus << 8 | device << 3 | function.
         bus = f"{values.get('domain', 0):04x}:{location >> 8 & 0xFF:02x}:{location >> 3 & 0x1F:02x}.{location & 7:x}"
         uuid = [f"GPU-{values['unique_id']:016x}"] if values.get("unique_id") else []
         version = values.get("gfx_target_version", 0)
+        # gfx_target_version is decimal, 90010 for gfx90a: the step is written in hexadecimal.
         name = f"AMD gfx{version // 10000}{version // 100 % 100:x}{version % 100:x}"
         devices.append(Device((str(len(devices)), *uuid), name, _pci_node(root, bus)))
     return tuple(devices)

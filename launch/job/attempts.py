@@ -62,6 +62,7 @@ class Attempts:
             outcome = self._run_once()
             if outcome is None:  # unreachable hosts were excluded: try again
                 continue
+            # An attempt that started no rank would fail in the same way again.
             may_restart = outcome.was_started and self._attempt.restarts < self._request.max_restarts
             if outcome.failure is None or not may_restart:
                 return outcome.status
@@ -77,12 +78,14 @@ class Attempts:
         allocation = replace(self._allocation, hosts=tuple(self._hosts[: self._most]))
         loop = Loop()
         transport = self._make_transport(allocation)
+        # Each attempt has new agents: those of the last attempt have left, and their hosts may be gone.
         launcher = Launcher(loop, self._request, allocation, transport, self._attempt)
         try:
             outcome = launcher.run()
         except LaunchError as error:
             gone = launcher.unreachable_hosts
             self._drop(gone)
+            # In the first attempt an unreachable host is likely a typing error, which the user should see at once.
             if not (self._attempt.restarts and gone and len(self._hosts) >= self._least):
                 raise
             say(f"{error}\nThe restart continues without {', '.join(gone)}.")
@@ -111,6 +114,7 @@ class Attempts:
         host = outcome.failure.host if outcome.failure is not None else ""
         count = self._blamed[1] + 1 if host == self._blamed[0] else 1
         self._blamed = (host, count)
+        # `host` is "" for a failure without a host, for example a stall.
         if host and count >= FAILURES_IN_A_ROW and len(self._hosts) > self._least:
             say(f"{host} is excluded: the first failure was on it {count} times in a row")
             self._drop([host])

@@ -57,6 +57,7 @@ class Folding:
     def add(self, rank: int, text: bytes, now: float) -> None:
         """Add a rank's line: join the first equal line after this rank's last line, or start a new line."""
         numbers = self._by_text.setdefault(text, [])
+        # Only a line after the rank's last line may be joined, so that each rank's lines stay in order.
         place = bisect.bisect_right(numbers, self._last.get(rank, -1))
         if place < len(numbers):
             number = numbers[place]
@@ -72,6 +73,7 @@ class Folding:
         taken: list[Line] = []
         for line in self._held.values():
             is_due = now - line.first_seen >= self._window_seconds or len(line.ranks) >= self._num_ranks
+            # A later line may be due, but it waits: lines are shown in the order of their first appearance.
             if not (everything or is_due or len(self._held) - len(taken) > _HELD_LINES):
                 break
             taken.append(line)
@@ -112,6 +114,7 @@ class Display:
         self.is_done = False  # whether all is shown after `finish`
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = self._is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        # The plain rank's bytes are not folded.
         self._folding = Folding(max(1, len(hosts) - 1))
         self._plain_rest = b""  # of the plain rank's last line: not shown yet
         self._plain_open = b""  # the shown part, repeated when lines of more ranks come between
@@ -147,6 +150,7 @@ class Display:
             if item is None:
                 break
             if isinstance(item, str):
+                # Lines that ranks printed before, for example a traceback, must stand above the launcher's line.
                 self._show_due(everything=True)
                 self._end_plain_line()
                 say(item)
@@ -268,11 +272,13 @@ class Screen:
     def open(self, hosts: Mapping[int, str], peer_of: Mapping[int, Peer]) -> None:
         """Begin to show ranks. Rank 0 has no prefix. hosts: rank -> host name; peer_of: rank -> its agent."""
         self._peer_of = peer_of
+        # The empty call wakes the loop, so that `close` asks `is_done` again.
         self._display = Display(hosts, 0, self._note_shown, ended=lambda: self._loop.post(lambda: None))
 
     def output(self, rank: int, text: str) -> None:
         """Show a rank's output, as its agent sent it."""
         if self._display is not None:
+            # Latin-1 maps each byte to a letter and back, so any bytes survive JSON.
             self._display.output(rank, text.encode("latin-1"))
 
     def say(self, text: str) -> None:
@@ -291,10 +297,12 @@ class Screen:
                 display.join()  # a restart forks, so it needs a single thread
 
     def _note_shown(self, rank: int, nbytes: int) -> None:
+        # The display's thread calls this, and channels belong to the loop's thread.
         self._loop.post(lambda: self._pay(self._peer_of[rank], nbytes))
 
     def _pay(self, peer: Peer, nbytes: int) -> None:
         self._owed[peer.index] += nbytes
+        # Not for each piece: a message would then go back for every line. See WINDOW_BYTES in agent.py.
         if self._owed[peer.index] >= _SHOWN_BYTES:
             peer.send(Shown(self._owed[peer.index]))
             self._owed[peer.index] = 0

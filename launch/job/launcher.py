@@ -85,6 +85,7 @@ class Sweeps:
     def finish(self) -> None:
         """Wait until all have ended or their time is over, and show their results."""
         for sweep in self._sweeps:
+            # The end of a client is no event of the loop, so it is polled.
             while not self._loop.run(lambda sweep=sweep: sweep.is_over, _POLL_SECONDS):  # type: ignore[misc]
                 pass
             if sweep.client.exit_status is None:
@@ -132,6 +133,7 @@ class Launcher:
         self._failures: list[Failure] = []  # that end the attempt, in the order of their messages
         self._lost_hosts: list[str] = []
         self._ended: list[int] = []  # ranks, with exit status 0 before any failure
+        # If an agent and its guard are killed together, the kernel gives their ranks' children to this process.
         adopt_orphans()
         self._stop = StopSignals(loop, first=lambda number: self._peers.send(Signal(number)))
 
@@ -154,6 +156,7 @@ class Launcher:
                 if self._is_cut_short:
                     break
             self._watch()
+            # The agents end with the job's status: under srun, mpirun and in pods it is the status of their task.
             status = self._outcome().status
         finally:
             self._leave(status)
@@ -198,8 +201,10 @@ class Launcher:
         job = self._attempt.job(plan, request, self._transport.inherits_terminal)
         environment = self._attempt.environment(self._prepared.port, plan.world_size)
         for peer, host in places:
+            # Before Start is sent: if the agent is lost before it answers, these ranks count as lost.
             peer.running = {rank.rank for rank in host.ranks}
             interface = self._prepared.interfaces.get(peer.index)
+            # Without it gloo listens at the address of the host's name, which /etc/hosts often maps to the loopback.
             defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
             peer.send(Start(host, job, environment, defaults))
         self._stall = StallWatch(
@@ -212,11 +217,13 @@ class Launcher:
         if not self._are_running:
             return
         grace = self._request.grace_seconds
+        # After a signal the ranks have it already: `StopSignals` sent it on when it came.
         if not self._stop.has_come:
             self._peers.send(Signal(signal.SIGTERM))
             grace = min(grace, _STOP_AFTER_FAILURE_SECONDS)
         self._loop.run(lambda: not self._are_running or self._stop.is_killed, grace)
         self._peers.send(Signal(signal.SIGKILL))
+        # Limited: a process in an uninterruptible wait of a driver does not end even now.
         self._loop.run(lambda: not self._are_running, _KILLED_SECONDS)
 
     @property
@@ -256,11 +263,13 @@ class Launcher:
         if self._stall is not None:
             self._stall.gone(message.rank, message.status == 0)
         if message.status == 0:
+            # Only ranks that ended before any failure: later, a rank may leave because it was asked to stop.
             self._ended += [] if self._failures else [message.rank]
             return
         assert peer.channel is not None
         self._failures.append(
             Failure(
+                # The agent's clock of this event, as the launcher's clock: `first_of` compares hosts.
                 clock=message.clock - peer.channel.clock_offset,
                 uncertainty=peer.channel.clock_uncertainty,
                 status=message.status,
@@ -272,6 +281,7 @@ class Launcher:
         )
 
     def _lose(self, peer: Peer, reason: str) -> None:
+        # The agents end now because they were told to.
         if self._is_leaving:
             return
         self._lost_hosts.append(peer.name)
@@ -279,6 +289,7 @@ class Launcher:
         what = "the agent of this host" if self._allocation.transport == "local" else f"host {peer.name}"
         text, running = f"lost {what}: {reason}", set(peer.running)
         peer.running.clear()
+        # Before the ranks start there is nothing to sweep.
         if self._stall is not None:
             for rank in running:
                 self._stall.gone(rank, has_ended=False)
@@ -300,6 +311,7 @@ class Launcher:
         self._is_leaving = True
         if self._stall is not None:
             self._stall.close()
+        # An agent may need this time twice: to see killed processes go, and to send the last output.
         self._peers.leave(Leave(status), 2 * _KILLED_SECONDS)
         self._sweeps.finish()
         kill_descendants()  # orphans are adopted here if an agent and its guard were killed together

@@ -35,6 +35,7 @@ class StopSignals:
         if self.number is None:
             self.number, self.time = number, now
             self._first(number)
+        # A second signal in earnest: the ranks get no more time to save.
         elif number != self.number or now - self.time > _SAME_SIGNAL_SECONDS:
             self.number = number
             self.is_killed = True
@@ -81,6 +82,7 @@ def first_of(failures: Sequence[Failure]) -> Failure | None:
     """
     first = None
     for failure in failures:
+        # Both clocks at their worst still say so. Without certainty the order of the messages decides.
         if first is None or failure.clock + failure.uncertainty < first.clock - first.uncertainty:
             first = failure
     return first

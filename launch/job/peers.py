@@ -107,6 +107,7 @@ class Peers:
         """Take a new connection to an agent, from a transport."""
         peer = None if link.index is None else self.all[link.index]
 
+        # Until Hello, `peer` is unknown for agents that connect themselves (srun, mpirun, join). Hello sets it.
         def received(message: Message) -> None:
             nonlocal peer
             if peer is not None and peer.hello is not None:
@@ -140,6 +141,7 @@ class Peers:
             self._unknown.add(channel)
         else:
             peer.channel = channel
+        # The launcher speaks first: an agent collects its addresses, which takes 0.1 s, only if they are wanted.
         channel.send(Welcome(wants_addresses=len(self.all) > 1))
 
     def unreachable(self, index: int | None, reason: str) -> None:
@@ -193,6 +195,7 @@ class Peers:
         """Send `message` to all agents, wait for them to end, then close the channels and the transport."""
         self._is_leaving = True
         for peer in self.all:
+            # An agent without Hello would not answer Leave, and the wait below would last its full time.
             if peer.channel is not None and not peer.is_here:
                 peer.channel.close()
         self.send(message)
@@ -221,6 +224,7 @@ class Peers:
                 return None
             peer.channel = channel
         peer.hello = hello
+        # The command of a step may have ended, and been reported for all hosts, just before this agent spoke.
         peer.lost = None
         for line in peer.talk:
             self._say(f"{peer.name}: {line}")
@@ -235,11 +239,13 @@ class Peers:
         if self._is_leaving:
             return
         if peer.channel is not None and peer.channel.was_silent:
+            # A client of a silent link would not end by itself, and `why_lost` would wait for it.
             self._transport.give_up(peer.index)
             more = ""
         else:
             more = self._transport.why_lost(peer.index)
         known = peer.hello is not None
+        # Before Hello the client's own words explain more than "the connection ended".
         peer.lost = more if more and not known else f"{reason} ({more})" if more else reason
         if known:
             self._lost(peer, peer.lost)
@@ -262,6 +268,7 @@ def host_of(hello: Hello, waiting: Sequence[Peer]) -> Peer | None:
         if peer.name.split(".")[0] in {name.split(".")[0] for name in hello.names}:
             return peer
     for peer in waiting:
+        # Last, because it asks the name service.
         if set(_addresses(peer.name)) & set(hello.addresses):
             return peer
     return waiting[0] if len(waiting) == 1 else None

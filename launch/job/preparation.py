@@ -77,6 +77,7 @@ def prepare_attempt(
     if not is_local:
         address, interfaces = _rendezvous_point(peers, plan, port, is_cut_short)
         if address != plan.master_address:
+            # Planned again: the address is in every rank's environment.
             plan = plan_of(peers, request, allocation, address)
     checked = [] if is_cut_short() else _checked(peers, request, plan, port, is_cut_short)
     if is_cut_short():
@@ -97,6 +98,7 @@ def _rendezvous_point(
     """Return the first address of rank 0's host that all hosts reach, and each host's interface towards it."""
     first, *others = peers.all
     assert first.hello is not None
+    # The name that the user or the resource manager gave comes first, then the addresses of the host's interfaces.
     candidates = tuple(dict.fromkeys([plan.master_address, *first.hello.addresses]))
     reached = peers.ask({peer.index: Reach(candidates, port) for peer in peers.all}, Reached, is_cut_short)
     if is_cut_short():
@@ -120,6 +122,7 @@ def _checked(
     has_devices = any(peer.hello is not None and peer.hello.report.devices for peer in peers.all)
     if not request.preflight or not (len(plan.hosts) > 1 or folders or has_devices):
         return []
+    # On a single host the store listens at the loopback address, and `HeldPort` there tells nothing new.
     held_port = port if len(plan.hosts) > 1 else None
     checks = {host.index: Check(request_for(plan, host, folders, held_port)) for host in plan.hosts}
     sent = time.time()

@@ -37,6 +37,7 @@ class StallWatch:
         self._limit_seconds = limit_seconds
         self._report = report
         self._ended = ended
+        # None until a rank reports. `who_waits_for_whom` shows that it has not come to `import lowtide`.
         self._newest: dict[int, RankProgress | None] = dict.fromkeys(hosts)
         self._left: dict[int, tuple[float, RankProgress]] = {}  # rank -> when it ended, and its last report
         self._reported: set[int] = set()
@@ -70,6 +71,7 @@ class StallWatch:
             return
         self._loop.after(_LOOK_SECONDS, self._look)
         late = stalled(self._newest, self._limit_seconds)
+        # A stall is over when each rank that was late has moved on. Only then may the next stall be reported.
         self._reported &= set(late)
         if late and not self._reported and not self._awaited:
             self._reported = set(late)
@@ -85,6 +87,7 @@ class StallWatch:
         self._stacks = {}
         self._awaited = set(self._newest)
         for peer in self._peers.all:
+            # Every rank, not only the late ranks: the rank that they wait for may itself not be late.
             peer.send(Stacks(tuple(sorted(peer.running))))
         self._wait(late, _STACK_SECONDS)
 
@@ -98,6 +101,7 @@ class StallWatch:
         for rank, text in sorted(self._stacks.items()):
             host = f" on host {self._hosts[rank]}" if len(set(self._hosts.values())) > 1 else ""
             self._report(f"Python stacks of rank {rank}{host}:\n{_indented(text)}")
+        # Last, since it may stop the job: the report and the stacks must be shown before.
         self._ended(late)
 
 

@@ -40,6 +40,7 @@ class LocalTransport(AgentTransport):
     def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """Fork the agent. Needs a single thread."""
         ours, theirs = socket.socketpair()
+        # A copy of the agent's end in this process would hide the agent's death.
         with theirs:
             read_fd, write_fd = theirs.fileno(), os.dup(theirs.fileno())
             self._pid = forked(lambda: serve(read_fd, write_fd, None, index=self._index), (read_fd, write_fd))
@@ -54,6 +55,7 @@ class LocalTransport(AgentTransport):
         status = self._ended(_END_SECONDS)
         if status is None:
             return f"the agent's guard (process {self._pid}) still runs"
+        # Negative: a signal ended the guard itself. Above 128: a signal ended the agent, as `guarded` reports it.
         if status < 0 or status > 128:
             number = -status if status < 0 else status - 128
             return f"the agent was ended by {signal.Signals(number).name}"
@@ -92,6 +94,7 @@ class JoinTransport(AgentTransport):
     def start(self, loop: Loop, hosts: Sequence[str], peers: Events) -> None:
         """Listen, and fork this host's agent. Raises LaunchError if the port is taken."""
         try:
+            # Before the fork: if the port is taken, no agent is left behind.
             self._listener = Listener(loop, self._meeting.port, self._token, peers, self._silence_seconds)
         except OSError as error:
             raise LaunchError(
@@ -118,12 +121,15 @@ class JoinTransport(AgentTransport):
 
 def token_of(rendezvous: Rendezvous, environ: Mapping[str, str]) -> str:
     """Return LOWTIDE_TOKEN if set, else a hash of the job's name: it prevents mix-ups, not attacks."""
+    # Every host computes the same hash without asking another host.
     return environ.get(TOKEN_VARIABLE) or hashlib.sha256(rendezvous.identity.encode()).hexdigest()
 
 
 def become_agent(rendezvous: Rendezvous, wait_seconds: float, silence_seconds: float) -> NoReturn:
     """Replace this process by the agent of its host."""
+    # Through the environment: every user of the host can read command lines.
     os.environ[TOKEN_VARIABLE] = token_of(rendezvous, os.environ)
     where = f"{rendezvous.address}:{rendezvous.port}"
     command = agent_command("--connect", where, "--index", str(rendezvous.index), "--wait", f"{wait_seconds:g}")
+    # Exec keeps the process id: the pod or the task ends with the agent and has its exit status.
     os.execv(sys.executable, [*command, "--silence", f"{silence_seconds:g}"])

@@ -129,6 +129,7 @@ class Client:
         """Return its stdin and stdout as a link. The caller owns the descriptors."""
         process = self._process
         assert process.stdin is not None and process.stdout is not None
+        # Copies, because Popen closes its files when it is collected, and the channel owns and closes these.
         read_fd, write_fd = os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())
         process.stdin.close()
         process.stdout.close()
@@ -177,6 +178,7 @@ class Client:
             del self._rest[self._said_fd]
 
     def _read(self) -> None:
+        # `epitaph` calls this outside the loop and needs all lines, so it reads until the pipe is empty.
         while self._said_fd in self._rest:
             try:
                 chunk = os.read(self._said_fd, _CHUNK_BYTES)

@@ -65,6 +65,7 @@ class Listener:
             self._pause(error)
             return
         if len(self._strangers) >= MAX_STRANGERS:
+            # Not simply the oldest: a flood from a single host would then push out the agents of all hosts.
             address = Counter(stranger.address for stranger in self._strangers).most_common(1)[0][0]
             oldest = next(stranger for stranger in self._strangers if stranger.address == address)
             self._refuse(oldest, f"{MAX_STRANGERS} connections wait for their proof, and this is the oldest")
@@ -75,6 +76,7 @@ class Listener:
         """Free the strangers' descriptors, and let new connections wait in the queue for a moment."""
         for stranger in [*self._strangers]:
             self._refuse(stranger, _none_left(error))
+        # The port stays readable while connections wait. Watched, it would keep the loop busy without effect.
         self._loop.forget(self._socket.fileno())
         self._loop.after(_PAUSE_SECONDS, self._resume)
 
@@ -138,6 +140,7 @@ class _Stranger:
         self._timer = loop.after(PROOF_SECONDS, lambda: refuse(self, in_time))
         with contextlib.suppress(OSError):  # `_read` notices that it has ended
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # The send buffer is empty, so it takes these few bytes at once.
             connection.send(self._handshake.greeting)
 
     def close(self) -> None:
@@ -151,6 +154,7 @@ class _Stranger:
 
     def _read(self) -> None:
         try:
+            # Never beyond the answer: the next bytes are sealed, and the channel reads them.
             said = self._connection.recv(ANSWER_BYTES - len(self._said))
         except BlockingIOError:
             return
@@ -171,6 +175,7 @@ class _Stranger:
         except OSError as error:
             self._refuse(self, _none_left(error))
         else:
+            # The channel watches the same descriptor, and a selector takes it once.
             self._forget()
             with contextlib.suppress(OSError):  # the channel notices that it has ended
                 self._connection.send(welcome)

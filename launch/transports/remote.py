@@ -43,11 +43,13 @@ class StepTransport(AgentTransport):
         """See Transport."""
         self._listener = Listener(loop, 0, self._token, peers, self._silence_seconds)
         own = own_addresses(os.environ) or ("127.0.0.1",)
+        # Brackets separate an IPv6 address from the port. `_proved` in handshake.py strips them.
         where = ",".join(f"[{address}]:{self._listener.port}" for address in own)
         agent = agent_command("--connect", where, "--silence", f"{self._silence_seconds:g}")
         command = self._command(agent, hosts)
         environment = {**os.environ, TOKEN_VARIABLE: self._token}
         self._client = Client(loop, command[0], command, peers.talk, is_link=False, environment=environment)
+        # The launcher has no handler for SIGCHLD, so it asks whether the command still runs.
         loop.after(_POLL_SECONDS, lambda: self._look(loop, peers))
 
     def admit_no_more(self) -> None:
@@ -130,8 +132,10 @@ class SshTransport(AgentTransport):
         words = ["ssh"]
         for option in self._options:  # ssh takes the first value of a name, so the user's options come first
             words += shlex.split(option) if option.startswith("-") else ["-o", option]
+        # -T: a terminal at the other end would change bytes of the channel. BatchMode: nobody could answer a question.
         words += ["-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         words += [] if self._port is None else ["-p", str(self._port)]
+        # ssh joins its words by spaces, and the shell of the host splits them again: hence the quotes of shlex.
         return [*words, "--", host, shlex.join(remote)]
 
 
@@ -161,6 +165,7 @@ def _flags(version: str, hosts: Sequence[str]) -> list[str]:
     """
     count = str(len(hosts))
     if "Open MPI" in version or "OpenRTE" in version:
+        # Agents are not bound, since ranks inherit their cores: with a bound agent all ranks would share its core.
         places = ",".join(f"{host}:1" for host in hosts)
         return ["-np", count, "--host", places, "--map-by", "ppr:1:node", "--bind-to", "none", "-x", TOKEN_VARIABLE]
     if "HYDRA" in version or "Intel(R) MPI" in version:
@@ -184,10 +189,12 @@ def srun_command(agent: Sequence[str], hosts: Sequence[str]) -> list[str]:
         f"--ntasks={len(hosts)}",
         "--ntasks-per-node=1",
         f"--nodelist={','.join(hosts)}",
+        # Steps of the job that run already (or this process's step) would otherwise make this step wait for their end.
         "--overlap",
         "--export=ALL",
         "--input=none",
         "--cpu-bind=none",
+        # A cluster may set 1 (KillOnBadExit). An agent that dies would then take the agents that must stop their ranks.
         "--kill-on-bad-exit=0",
         *agent,
     ]

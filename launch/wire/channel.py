@@ -18,6 +18,7 @@ from .messages import Beat, Message, decode, encode
 
 CHUNK_BYTES = 1 << 16
 MAGIC = b"=== lowtide agent ==="  # a remote shell may print lines before this line
+# A peer that never ends its line must not fill the memory.
 _LINE_LIMIT_BYTES = 1 << 26
 TICK_SECONDS = 0.5
 _TICKS_PER_BEAT = 2
@@ -52,6 +53,7 @@ class Outgoing:
     def _write(self) -> None:
         try:
             while self._unsent:
+                # The view is copied first: a bytearray cannot shrink while a view of it exists.
                 del self._unsent[: os.write(self._fd, memoryview(self._unsent)[:CHUNK_BYTES].tobytes())]
         except BlockingIOError:
             self._wait(True)
@@ -152,6 +154,7 @@ class Channel:
         self._heard_at = time.monotonic()
         self._silent_seconds = 0.0
         self._rest += chunk
+        # Without a new line end nothing is split. Splitting for each chunk would copy a long line again and again.
         if b"\n" not in chunk:
             if len(self._rest) > _LINE_LIMIT_BYTES:
                 self._lose(f"it sent a line of more than {_LINE_LIMIT_BYTES} bytes")
@@ -159,6 +162,7 @@ class Channel:
         *lines, rest = bytes(self._rest).split(b"\n")
         self._rest = bytearray(rest)
         for line in lines:
+            # A line before may have been Leave or a fault, which closes the channel.
             if self._open:
                 self._take(line)
 
@@ -198,6 +202,7 @@ class Channel:
     def _tick(self) -> None:
         self._timer = self._loop.after(TICK_SECONDS, self._tick)
         self._num_ticks += 1
+        # No beats for a peer that takes no bytes: they would pile up. Its silence is counted in any case.
         is_time = self._num_ticks % _TICKS_PER_BEAT == 0
         if self._sends_beats and is_time and self._talk is None and self._outgoing.num_bytes < CHUNK_BYTES:
             self.send(Beat(time.monotonic()))
@@ -211,5 +216,6 @@ class Channel:
 
     def _lose(self, reason: str, when: float | None = None) -> None:
         self.lost_at = time.monotonic() if when is None else when
+        # Before the call: `lost` may start a cleanup that must not send to this channel.
         self.close()
         self._lost(reason)

@@ -85,6 +85,7 @@ class LauncherHandshake:
         if answer != nonce + b" " + proof + b"\n" or len(answer) != ANSWER_BYTES:
             raise HandshakeError("it does not speak this launcher's protocol. Use the same lowtide on all hosts")
         keys = _keys(self._token, self._nonce, nonce)
+        # Its time does not depend on the place of the first difference, so no stranger can guess it digit by digit.
         if not hmac.compare_digest(proof, keys("proof of the agent").hex().encode()):
             raise HandshakeError(_STRANGER)
         welcome = keys("proof of the launcher").hex().encode() + b"\n"
@@ -138,6 +139,7 @@ def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], 
     deadline = time.monotonic() + wait_seconds
     say_next = time.monotonic() + _SAY_SECONDS
     has_met_others = False
+    # The launcher offers all its addresses. Networks differ, so each is tried in turn until the time is over.
     for peer in itertools.cycle(peers.split(",")):
         try:
             return _proved(peer, token)
@@ -149,6 +151,7 @@ def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], 
                     f"no launcher at {peers} after {wait_seconds:g} s ({error}). Check that it runs on the first host, "
                     "and that this host reaches it"
                 ) from error
+            # The first foreign program is reported at once: it may have taken the launcher's port.
             if now > say_next or (is_other and not has_met_others):
                 what = f"ignoring the program at {peer}" if is_other else f"waiting for the launcher at {peer}"
                 say(f"{what} ({error})")
@@ -163,6 +166,7 @@ def _proved(peer: str, token: str) -> tuple[int, Seal]:
     address, _, port = peer.rpartition(":")
     connection = socket.create_connection((address.strip("[]"), int(port)), timeout=_TRY_SECONDS)
     try:
+        # Messages are short and wait for answers: Nagle's algorithm would delay each by the peer's acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         deadline = time.monotonic() + PROOF_SECONDS
         handshake = AgentHandshake(token)

@@ -42,6 +42,7 @@ class Loop:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        # The C handler of Python writes the signal's number there, so `select` returns and `_wake` knows the signal.
         self._fd_before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self.on_readable(self._wake_read, self._wake)
 
@@ -107,6 +108,7 @@ class Loop:
         return left
 
     def _call_timers(self) -> None:
+        # Read once: a timer that sets the next timer cannot keep the loop from its descriptors.
         now = time.monotonic()
         while self._timers and self._timers[0][0] <= now:
             timer = heapq.heappop(self._timers)[2]
@@ -115,7 +117,9 @@ class Loop:
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):
+            # Before the queue is emptied: a call that is posted after that writes another byte and wakes the loop.
             numbers = os.read(self._wake_read, 4096)
+            # Equal signals count once. A posted call wrote 0, which is no signal's number.
             for number in dict.fromkeys(numbers):
                 if number in self._handlers:
                     self._handlers[number]()

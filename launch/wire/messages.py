@@ -52,6 +52,7 @@ def from_plain(kind: Any, value: Any) -> Any:
     if origin is not None:
         _check_type(dict, value)
         return {_from_key(arguments[0], key): from_plain(arguments[1], item) for key, item in value.items()}
+    # JSON has a single kind of number: a peer may write 1.0 as 1.
     if kind is float and type(value) is int:
         try:
             return float(value)
@@ -100,6 +101,7 @@ def _from_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 
 def _from_key(kind: Any, key: str) -> Any:
     """Keys of objects are text."""
+    # JSON's keys are text, also of a mapping from ranks.
     return int(key) if kind is int else key
 
 

@@ -61,12 +61,13 @@ def regions_of(numel: int, size: int) -> list[slice]:
 
     A region is a whole number of blocks. The last regions may be shorter or empty.
     """
+    # Rounded up to whole blocks, so the last ranks may get nothing. All ranks compute the same regions.
     part = -(-numel // (size * REGION_ALIGNMENT_NUMEL)) * REGION_ALIGNMENT_NUMEL
     return [slice(min(rank * part, numel), min((rank + 1) * part, numel)) for rank in range(size)]
 
 
 Chunk = tuple[int, int]
-"""(rank on the axis, index of its piece): see `Transport.pass_on`."""
+"""(rank on the axis, index of its chunk): see `Transport.pass_on`."""
 
 
 class Transport(ABC):
@@ -137,8 +138,9 @@ class Transport(ABC):
 
     @abstractmethod
     def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. chunks: (any, ...), unchanged until
-        `wait`.
+        """Send chunks[n] to rank to[n], and receive into out[n] the chunk of[n] = (rank, index).
+
+        chunks: (any, ...), unchanged until `wait`.
         """
 
     @abstractmethod
@@ -159,6 +161,7 @@ class SoloTransport(Transport):
 
     def gather(self, full: Tensor, part: Tensor, what: str) -> Pending:
         """Copy `part` to `full`, unless they share memory."""
+        # The part may be the full buffer itself, since a single rank has all of it.
         if full.data_ptr() != part.data_ptr():
             full.copy_(part)
         return Pending()
@@ -177,7 +180,7 @@ class SoloTransport(Transport):
         return Pending()
 
     def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Copy pieces of this rank."""
+        """Copy chunks of this rank."""
         for one, (_, chunk) in zip(out, of, strict=True):
             one.copy_(chunks[chunk])
         return Pending()

@@ -103,6 +103,7 @@ class CollectiveWatchdog:
 
     def _look(self) -> bool:
         """Abort an operation that is overdue. Returns False if it did."""
+        # No lock: the host replaces the tuple by a single store, which the thread sees before or after.
         call = self._latest
         if call is None or time.monotonic() - call.since < poll_seconds(self._timeout_seconds):
             return True

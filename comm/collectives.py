@@ -52,6 +52,7 @@ class Collectives:
 
     def sum(self, x: Tensor, what: str) -> Tensor:
         """Sum x over the ranks. Returns a new contiguous tensor of x's shape on each rank; x on a single rank."""
+        # An empty x is empty on all ranks: no rank waits.
         if self.size == 1 or not x.numel():
             return x
         self.bytes_sent += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
@@ -112,6 +113,7 @@ class Collectives:
         self.bytes_sent += (sum(own) - own[place]) * width * x.element_size()
         out = torch.empty((sum(row[place] for row in counts), *x.shape[1:]), dtype=x.dtype, device=x.device)
         most = max(map(sum, counts)) * width
+        # All ranks return here or none: `counts` are equal on all ranks.
         if not most:
             return out
         self._reserve(most * x.element_size())
@@ -120,7 +122,7 @@ class Collectives:
         return out
 
     def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
-        """Start to send pieces[n] to coordinate to[n], and to receive for each (coordinate, index) in `of` a piece.
+        """Start to send chunks[n] to coordinate to[n], and to receive the chunk of each (coordinate, index) in `of`.
 
         chunks: (any, ...), contiguous, of the same shape on all ranks, unchanged until `wait`. Several trades may be in
         flight. Wait for them in the order of their start.
@@ -157,6 +159,7 @@ class Collectives:
         return slot
 
     def _reserve(self, nbytes: int) -> None:
+        # On shared memory `reserve_slots` is a collective. All ranks pass equal sizes, so all reserve at the same call.
         if nbytes > self._slot_bytes:
             self._slot_bytes = exchange_slot_bytes(nbytes)
             self._axis.transport.reserve_slots(self._slot_bytes, EXCHANGE_SLOTS)

@@ -42,6 +42,7 @@ UNEVEN = (
 )
 
 _COUNT = attrgetter("count")  # of the collectives of a channel
+# An error reaches waiting ranks within two seconds: a wait is looked at after 0.5 to 1 s, then every 0.5 s.
 _POLL_SECONDS = 0.5
 _MAX_CHARACTERS = 300
 _GAVE_UP = " gave up: "
@@ -120,6 +121,7 @@ class ErrorBroadcast:
         self._mark = self._counts()
         try:
             yield
+        # An interrupt and sys.exit take the rank out of the pass too.
         except BaseException as error:
             self.broadcast(error)
             raise
@@ -234,11 +236,13 @@ class ErrorBroadcast:
             return ""
         try:
             for rank in ranks:
+                # `get` of a key that no rank has set would block.
                 if rank == self._rank or not self._store.check([self._key(rank)]):
                     continue
                 count, begun, text, gave_up, calls = json.loads(self._store.get(self._key(rank)))
                 if gave_up:
                     return f"rank {rank}{_GAVE_UP}{text}"
+                # JSON has made strings of the channel numbers.
                 if count > self._num_told and begun.get(str(channel.number), 0) < channel.count:
                     return f"rank {rank} raised {text}{_NO_FURTHER}"
                 for what in self._inside:
@@ -259,6 +263,7 @@ class ErrorBroadcast:
         """Record that this rank waits, until `end_wait`. end: called by the thread, lets the wait raise
         RuntimeError."""
         self._waits = channel, time.monotonic(), end
+        # The thread starts with the first wait inside torch. Waits on shared memory ask by themselves.
         if self._end_polling is None and self._store is not None:
             self._end_polling = poll(self._look, _POLL_SECONDS, "lowtide raised")
 
@@ -279,6 +284,7 @@ class ErrorBroadcast:
             return
         channel, _, end = waits
         found = self.alone(channel, channel.ranks)
+        # The host may have begun a new wait while this thread asked the store.
         if found and self._waits is waits:
             self.found = found
             end()
@@ -288,4 +294,5 @@ class ErrorBroadcast:
 
 
 def _text_of(error: BaseException) -> str:
+    # If rank 2 gives up because rank 1 gave up, its text keeps the root cause alone.
     return f"{type(error).__name__}: {error}".split("\n")[0].rpartition(_GAVE_UP)[2][:_MAX_CHARACTERS]

@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 NUM_RECORDED = NUM_CHANNELS - 1  # the progress record keeps its last channel for the world
 _LENGTH = 4
+# Ranks that wait for the same lost rank time out at about the same time.
 _WAIT_SECONDS = 0.5
 
 
@@ -93,6 +94,7 @@ class FlightRecorder:
 
     def compare(self, ranks: Sequence[int]) -> str:
         """Write a sentence with the last collectives of this rank and of the `ranks` that have also timed out."""
+        # The first rank without a list ends the loop, so at most a single wait below times out.
         trails = {self._world.rank: " > ".join(self._recent)}
         try:
             self._world.store.set(f"{self._prefix}/{self._world.rank}", trails[self._world.rank])

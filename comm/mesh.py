@@ -32,6 +32,7 @@ logger = logging.getLogger("lowtide")
 T = TypeVar("T")
 
 _MEETING = "the agreement of all ranks on the next action"
+# Room for 2 * NUM_TAGS of p2p.py, and for the names times the operations of sockets.py.
 _TAGS_PER_CHANNEL = 1 << 21
 _NUM_TAGGED = 512  # channels with distinct tags, since a tag has 31 bits
 
@@ -82,6 +83,7 @@ class Mesh:
 
         def connected(number: int, names: tuple[str, ...], group: dist.ProcessGroup | None) -> Axis:
             by_place = parallel_dims.ranks(world.rank, names)
+            # Terms are added by ascending rank, so a sum has the same bits however the axes are folded.
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
             rank = ranks.index(world.rank)
             channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
@@ -109,6 +111,7 @@ class Mesh:
         }
         number = first + len(lines)
         along = (messages,)
+        # If the backend waits on the host, as gloo does, the transport of the axis takes CPU tensors too.
         on_host: Transport = axes[along].transport if along in axes else SoloTransport(world.device)
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # [Note: messages without tags] in p2p.py: a group for each direction
@@ -118,6 +121,7 @@ class Mesh:
         peers = P2P(places, ways, _first_tag(number), world, recorder, in_flight, number % NUM_RECORDED, on_host)
         host: Transport | None = None
         host_group: dist.ProcessGroup | None = None
+        # A device's backend takes no CPU tensors, so the hosts meet over gloo.
         if not world.waits_on_host and not world.is_simulated:
             every = tuple(name for name, _ in parallel_dims.sizes)
             after = number + 2 + len(inside)
@@ -188,6 +192,7 @@ class Mesh:
 
     def sum_small(self, values: Any, what: str) -> Any:
         """Sum a small int64 vector over all ranks. Overwrites `values`. Also a barrier."""
+        # Along each axis in turn. The sum of integers is that of all ranks, and needs no group of all ranks.
         for name, size in reversed(self.parallel_dims.sizes):
             if size > 1:
                 values = self.axes[name].transport.sum_small(values, what)
@@ -202,6 +207,7 @@ class Mesh:
         if self.world.size == 1 or self.world.is_simulated:
             return [value]
         # Equal values cost a single small sum: all x are equal if n * sum(x^2) = (sum x)^2.
+        # The number of errors counts as part of the value. So a rank that failed in a pass is seen if the values agree.
         error = self.error_broadcast.last
         digest = int.from_bytes(hashlib.blake2b(pickle.dumps((error[0], value)), digest_size=6).digest(), "little")
         halves = digest & 0xFFFFFF, digest >> 24  # 24 bits each, so sums of squares fit 64 bits
@@ -226,6 +232,7 @@ class Mesh:
         if self._host is not None:
             self._host.close()
         self.peers.close()
+        # Last: the default group must have no more references when it is destroyed. [Note: threads at exit] in world.py
         self.world.leave()
 
 
@@ -254,6 +261,7 @@ def transport_for(wanted: str, device: str, num_ranks: int, num_hosts: int) -> s
 def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> tuple[str, int, list[int]]:
     """Agree on the transport, the first of `num_channels` unused channel numbers, and the process ids by rank."""
     if world.size == 1 or world.is_simulated:
+        # A simulated world has no further rank to agree with. torch's fake group stands for a backend.
         return "solo" if world.size == 1 else "native", 0, []
     transport = transport_for(wanted, world.device.type, world.size, world.num_hosts)
     may_lack_room = transport == "shared_memory" and wanted == "auto"
@@ -299,6 +307,8 @@ def _new_group(
     """
     if parallel_dims.size(names) == 1:
         return None
+    # Every rank makes the groups of all lines, in this order: torch numbers groups as they are made, and the members
+    # of a group find each other by its number.
     every = dict.fromkeys(tuple(sorted(parallel_dims.ranks(rank, names))) for rank in range(world.size))
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
     timeout = timedelta(seconds=world.timeout_seconds)

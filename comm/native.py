@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Reduc
 from .axis import Chunk, Numels, Pending, Terms, Transport
 from .in_flight import AxisRecorder, InFlight
 
+# asyncOp is torch's default too. Without it NCCL runs in the current stream, and compute waits for it.
 _GATHER, _SCATTER, _REDUCE = AllgatherOptions(), ReduceScatterOptions(), AllreduceOptions()
 _GATHER.asyncOp = _SCATTER.asyncOp = _REDUCE.asyncOp = True
 
@@ -65,6 +66,7 @@ class NativeTransport(Transport):
         """Sum slot[this rank's part] over the ranks. slot: (size * n,). spare: memory for the sum, (n,), or None."""
         if self._places is not None:  # the backend scatters in rank order, the slot is in order of coordinates
             slot = slot.view(self.size, -1)[self._places].view(-1)
+        # The backend sums in the dtype of the slot, and `spare` may have a wider dtype.
         if spare is None or spare.dtype != slot.dtype:
             spare = torch.empty(slot.numel() // self.size, dtype=slot.dtype, device=self._device)
         total = spare
@@ -78,8 +80,9 @@ class NativeTransport(Transport):
         return self._start(collective, what, out, given)
 
     def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. chunks: (any, ...), unchanged until
-        `wait`.
+        """Send chunks[n] to rank to[n], and receive into out[n] the chunk of[n] = (rank, index).
+
+        chunks: (any, ...), unchanged until `wait`.
 
         An all-to-all whose parts are mostly empty, since every backend has an all-to-all.
         """

@@ -147,11 +147,13 @@ class P2P:
         self, start: Callable[..., dist.Work | None], tensor: Tensor, place: int, tag: int, what: str
     ) -> dist.Work:
         assert 0 <= tag < 2 * NUM_TAGS, tag
+        # A message runs to a later coordinate if this rank sends it there, or receives it from an earlier coordinate.
         is_to_later = (place > self._place) == (start is dist.isend)
         group, rank = self._ways[0 if is_to_later else 1], self._ranks[place]
         return self._in_flight.start(lambda: start(tensor, rank, group, self._first_tag + tag), what, [rank])
 
     def _wait(self, work: dist.Work, place: int, what: str) -> None:
+        # Sequence 0, since messages are not numbered; the awaited ranks are this peer alone.
         self._world.progress.wait(what, self._channel, 0, self._ranks[place], 1, 1)
         try:
             self._in_flight.wait(work, what, [self._ranks[place]])

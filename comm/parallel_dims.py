@@ -76,6 +76,7 @@ class ParallelDims:
         strides, stride = {}, 1
         for name, size in reversed(self.sizes):
             strides[name], stride = stride, stride * size
+        # The first rank of the line: coordinate 0 on each of the axes.
         found = [rank - sum(places[name] * strides[name] for name in names)]
         for name in names:  # by ranges: a long axis costs no loop over its ranks
             reach, step = sizes[name] * strides[name], strides[name]

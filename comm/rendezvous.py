@@ -49,6 +49,7 @@ def launched_ranks() -> tuple[int, int]:
     """Read RANK and WORLD_SIZE from the environment. Raises ValueError if RANK is not in [0, WORLD_SIZE)."""
     found = {name: os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"))}
     rank, size = (int(value) if value.isdecimal() else -1 for value in found.values())
+    # Without WORLD_SIZE, `make_process_group` raises a better error: it names all missing variables.
     if not 0 <= rank < size and "WORLD_SIZE" in os.environ:
         raise ValueError(
             f"the launcher's environment: expected 0 <= RANK < WORLD_SIZE, found RANK={found['RANK']} and "
@@ -65,6 +66,7 @@ def make_process_group(device: torch.device, timeout_seconds: float) -> None:
     backend = backend_of(device)
     timeout = timedelta(seconds=timeout_seconds)
     if not is_launched():
+        # A HashStore is memory of this process: a single rank takes no port, and works without a network.
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     present = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
@@ -91,10 +93,12 @@ def _next_store(timeout: timedelta) -> Any:
     """Return the store of the next process group. See [Note: one store, many groups]."""
     variables = tuple(os.environ[name] for name in _LAUNCHER_VARIABLES)
     if variables not in _STORES:
+        # Different variables are a new job. Its rank 0 may need the port that the old store holds.
         _STORES.clear()
         _STORES[variables] = loopback_store(timeout) or next(rendezvous("env://", timeout=timeout))[0], 0
     store, number = _STORES[variables]
     _STORES[variables] = store, number + 1
+    # An earlier engine may have made the store, with a different communication.timeout_seconds.
     store.set_timeout(timeout)
     return PrefixStore(f"lowtide/group{number}", store)
 

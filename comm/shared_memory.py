@@ -90,9 +90,11 @@ class SharedMemoryTransport(Transport):
     def allocate(self, specs: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Map a zero-filled buffer for each (numel, dtype) into all ranks of the axis."""
         sizes = [page_aligned(numel * dtype.itemsize) for numel, dtype in specs]
+        # A file of no bytes cannot be reserved. All ranks pass the same sizes, so no rank waits in `map_together`.
         if not sum(sizes):
             return [torch.empty(0, dtype=dtype) for _, dtype in specs]
         segment = self._map(sum(sizes), "parameters")
+        # `all_reduce` recognises these buffers by their storage: a view or `.data` of a buffer is a new tensor.
         self._common.add(segment.data_ptr())
         buffers, start = [], 0
         for (numel, dtype), size in zip(specs, sizes, strict=True):
@@ -162,7 +164,7 @@ class SharedMemoryTransport(Transport):
         place = self._places[self.rank]
         mine = slice(place * numel, (place + 1) * numel)
 
-        # Nobody else needs the sum. It only says that this rank reads the slots no more.
+        # No other rank needs the sum. The counter says that this rank no longer reads the slots.
         def summed() -> None:
             self._counters.store(CONSUMED, number + 1)
 
@@ -171,6 +173,7 @@ class SharedMemoryTransport(Transport):
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
         """All-to-all of uneven parts, in rank order. Slots must have room for the largest `given` of all ranks."""
         slot = self.open_slot(given.numel(), given.dtype, what)
+        # This rank reads its part of `out` from `given`, so that part is not copied to the slot.
         own_start = sum(numels[self.rank][: self.rank])
         own = slice(own_start, own_start + numels[self.rank][self.rank])
         slot[: own.start].copy_(given[: own.start])
@@ -190,7 +193,7 @@ class SharedMemoryTransport(Transport):
         return Pending(collect)
 
     def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Read the piece of[n] into out[n]. chunks: (any, ...), of the same shape on all ranks.
+        """Read into out[n] the chunk of[n] = (rank, index). chunks: (any, ...), of the same shape on all ranks.
 
         Several calls may be in flight. Wait for them in the order of their start.
         """
@@ -215,6 +218,7 @@ class SharedMemoryTransport(Transport):
         pass a fence or a barrier.
         """
         number, arrived = self._post(what)
+        # Taken now: further collectives begin before `collect` runs.
         sequence = self._sequence
         regions = regions_of(out.numel(), self.size)
         mine = regions[self.rank]
@@ -222,6 +226,7 @@ class SharedMemoryTransport(Transport):
 
         def summed() -> Pending:
             if not is_common:
+                # May overwrite this rank's term: only this rank reads its region of the slots.
                 self._sums_of(self.rank, number, slot, out, mine).copy_(out[mine])
             self._counters.store(REDUCED, number + 1)
             return Pending(collect, lambda: self._counters.has_come(REDUCED, number + 1))

@@ -32,6 +32,7 @@ FOLDER = "/dev/shm"
 _PAGE_BYTES = 4096
 COUNTERS_NUMEL = 64  # each rank's counters fill whole cache lines, which no other rank writes
 POSTED, REDUCED, CONSUMED, MAILED, FENCED, _LEFT = range(6)
+# A look reads /proc for each missing rank, so it is not part of each turn of a wait.
 _LIVENESS_SECONDS = 0.2
 _IN_PEACE, _AFTER_ERROR = 1, 2  # values of _LEFT
 # The fate of a missing rank, for errors.
@@ -91,6 +92,7 @@ def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gat
             f"shared memory for {purpose}: rank {ranks[rank]} cannot map {path} "
             f'({str(error).splitlines()[0]}). Set "communication": {{"transport": "sockets"}}.'
         )
+    # Also a barrier: rank 0 removes the name only after every rank has mapped the file, or failed to.
     faults = [fault for fault in gather(fault, what) if fault]
     if rank == 0:
         os.unlink(path)
@@ -107,6 +109,7 @@ def _size_limit_fault(nbytes: int) -> str:
 
 
 def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
+    # Asked before a file is made: the error of the reservation would blame the size of /dev/shm.
     if fault := _size_limit_fault(nbytes):
         return "", (
             f"shared memory for {purpose}: {fault}. Raise the limit, or set "
@@ -154,6 +157,7 @@ class SharedCounters:
         self._timeout_seconds = timeout_seconds
         self._channel = channel
         # Runs in `close`, or at interpreter exit if the script has not closed its engine.
+        # The arguments must not refer to self, which would then live until the exit.
         self._say_goodbye = weakref.finalize(self, _say_goodbye, self._values[rank], os.getpid())
 
     def store(self, counter: int, value: int) -> None:
@@ -171,6 +175,7 @@ class SharedCounters:
         Raises CollectiveError if a missing rank died, left, failed, or exceeds the timeout.
         """
         self._channel.recorder.note(what)
+        # A view: each `min` reads the shared memory again.
         column = self._values[:, counter]
         for _ in range(200):  # most waits are short: yield before sleeping
             if column.min() >= target:
@@ -223,12 +228,15 @@ class SharedCounters:
 
 def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:
     """Mark this rank's row of counters as left. Does nothing in a forked child process."""
+    # A child, such as a worker of a DataLoader, inherits the finalizer and the mapped counters.
     if os.getpid() == pid:
         counters[_LEFT] = _AFTER_ERROR if _is_failing() else _IN_PEACE
 
 
 def _is_failing() -> bool:
     """Return True if an exception ends this program, or the block that closes the engine."""
+    # At exit no exception is active any more; the interpreter keeps the last unhandled exception in sys.last_value.
+    # A script may also close its engine where its data end (`except StopIteration`), or leave by sys.exit(0).
     error = sys.exc_info()[1] or getattr(sys, "last_value", None)
     is_end = isinstance(error, StopIteration) or (isinstance(error, SystemExit) and not error.code)
     return error is not None and not is_end
@@ -236,6 +244,8 @@ def _is_failing() -> bool:
 
 def _is_alive(process: psutil.Process) -> bool:
     try:
+        # `is_running` compares the time of creation, so a new process with the same id does not count.
+        # A dead rank stays a zombie until its parent, often the launcher, asks for its status.
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
@@ -267,6 +277,7 @@ class SharedMail:
         written, room = pickle.dumps(value), 8 * LETTER_NUMEL
         if len(written) > room:
             raise ValueError(f"expected at most {room} bytes in {what}, found {len(written)}")
+        # pickle ignores the spaces behind its last opcode, so the length need not be sent.
         everyone = self._swap(torch.frombuffer(bytearray(written.ljust(room)), dtype=torch.int64), what)
         return [pickle.loads(row.tobytes()) for row in everyone.numpy()]
 
@@ -275,6 +286,7 @@ class SharedMail:
         sequence = self._channel.begin(what)
         box = self._boxes[self._num_mailed % 2]
         box[self._rank, : values.numel()].copy_(values)
+        # crc32 is equal in all processes. `hash` of a string is not.
         box[self._rank, -1] = name = zlib.crc32(what.encode())
         self._num_mailed += 1
         # All ranks that write this box again have passed the next call, so this rank has read it by then.

@@ -23,6 +23,7 @@ from .world import break_connections, note_broken
 
 _TAGS_PER_NAME = 1 << 11
 _NUM_NAMES = (1 << 10) - 1
+# A channel has 2^21 tags in mesh.py: (2^10 - 1) names times 2^11 operations, and these last 2^11.
 _NO_TAG = _NUM_NAMES * _TAGS_PER_NAME  # above the tags of operations
 
 
@@ -64,6 +65,7 @@ class SocketTransport(Transport):
         """Gather the parts of all ranks: full[part q] = the `part` of rank q. full: (size * part.numel(),)."""
         parts = full.view(self.size, part.numel())
         tag, sequence = self._next_operation(what)
+        # gloo sends a message only after the peer has announced its receive. So receives start before sends everywhere.
         in_flight = self._receive({peer: parts[self._places[peer]] for peer in self._peers}, tag, what)
         in_flight += self._send(dict.fromkeys(self._peers, part), tag, what)
         own = parts[self._places[self.rank]]
@@ -90,6 +92,7 @@ class SocketTransport(Transport):
         lacks_own = spare is not None and slot.numel() < self.size * spare.numel()
         numel = slot.numel() // (self.size - lacks_own)
         own_place = self._places[self.rank]
+        # Without this rank's part, the parts behind it lie one part earlier in the slot.
         places = [place - (lacks_own and place > own_place) for place in self._places]
         parts = [slot[place * numel : (place + 1) * numel] for place in places]
         if spare is not None and lacks_own:
@@ -108,11 +111,13 @@ class SocketTransport(Transport):
         return Pending(lambda: self._wait(in_flight, what, sequence))
 
     def pass_on(self, chunks: Tensor, to: Sequence[int], of: Sequence[Chunk], out: Tensor, what: str) -> Pending:
-        """Send pieces[n] to rank to[n], and receive the piece of[n] into out[n]. chunks: (any, ...), unchanged until
-        `wait`.
+        """Send chunks[n] to rank to[n], and receive into out[n] the chunk of[n] = (rank, index).
+
+        chunks: (any, ...), unchanged until `wait`.
         """
         tag, sequence = self._next_operation(what)
         in_flight: list[dist.Work] = []
+        # Sorted, since each sender starts its messages in ascending order of chunks.
         for (rank, chunk), one in sorted(zip(of, out, strict=True), key=lambda pair: pair[0]):
             if rank == self.rank:
                 one.copy_(chunks[chunk])
@@ -192,6 +197,7 @@ class SocketTransport(Transport):
         """Return the tag and the sequence number of the next operation."""
         # The tag includes the name, so ranks at different operations time out instead of receiving wrong data.
         sequence = self._channel.begin(what)
+        # crc32 is equal in all processes. `hash` of a string is not.
         name = zlib.crc32(what.encode()) % _NUM_NAMES
         tag = self._first_tag + name * _TAGS_PER_NAME + self._num_operations % _TAGS_PER_NAME
         self._num_operations += 1

@@ -83,15 +83,18 @@ class World:
         else:
             num_ranks = launched_ranks()[1]
             if chosen.type != "cpu":
+                # Before the group is made: NCCL's process group reads the variable in its constructor.
                 leave_errors_to_us()
             progress.identify(launched_ranks()[0], num_ranks)
             with progress.waiting("the meeting of all ranks at the start", _CHANNEL, num_ranks):
                 make_process_group(chosen, timeout_seconds)
             _USERS[dist.group.WORLD] = 0
+        # A group that the user made is not in _USERS, so no world destroys it.
         owned = dist.group.WORLD in _USERS
         if owned:
             _USERS[dist.group.WORLD] += 1
         if chosen.type != "cpu":
+            # `_gather_bytes` and NCCL use the current device. Else all ranks of a host would take device 0.
             torch.accelerator.set_device_index(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
@@ -110,6 +113,7 @@ class World:
 
         Raises CollectiveError if a lost rank was found and not reported yet.
         """
+        # Threads first: they use the store, which may end with the group.
         self.error_broadcast.close()
         self.watchdog.stop()
         self.progress.stop_clock(Activity.CLOSED)
@@ -119,6 +123,7 @@ class World:
             self._leave_group()
 
     def _leave_group(self) -> None:
+        # The second condition: the user may have destroyed the group since `join`.
         if not self.owns_process_group or dist.group.WORLD not in _USERS:
             return
         _USERS[dist.group.WORLD] -= 1
@@ -181,6 +186,7 @@ class World:
         parts: (n,) on `device`, with this rank's elements, and zero in all other places. Overwritten.
         """
         # As integers: a sum of floats would turn -0.0 into 0.0, and might change the bits of a NaN.
+        # int32 or bytes, since gloo and NCCL do not sum int16. Nothing overflows: a single rank has a non-zero integer.
         self.sum(parts.view(torch.int32 if parts.element_size() % 4 == 0 else torch.uint8), "the parts of a tensor")
         return parts
 
@@ -206,6 +212,7 @@ class World:
         self.progress.set_limit(step_timeout_seconds)
         if step_timeout_seconds is not None and not self.progress.is_on:
             self.progress.turn_on()
+            # `identify` and `set_limit` have no effect on a record that is off, so they follow `turn_on`.
             self.progress.identify(self.rank, self.size)
             self.progress.set_limit(step_timeout_seconds)
             self.watchdog.start(self.progress, step_timeout_seconds)
@@ -223,6 +230,7 @@ class World:
             try:
                 yield
             except RuntimeError as error:
+                # First: if the watchdog aborted the communicator, its error names the cause and torch's error does not.
                 self.collective_watchdog.check()
                 note_broken(group, str(error))
                 if found := self.error_broadcast.found or self.error_broadcast.alone(self._begun, others):
@@ -233,10 +241,12 @@ class World:
             finally:
                 self.error_broadcast.end_wait()
                 self.collective_watchdog.end()
+        # An aborted collective may return without an error, and then its result is undefined.
         self.collective_watchdog.check()
 
     @cached_property
     def _begun(self) -> Begun:
+        # The channels of axes have numbers from 0.
         return self.error_broadcast.channel(-1, range(self.size))
 
     @cached_property
@@ -266,6 +276,7 @@ def gather_objects(value: object, group: dist.ProcessGroup | None = None) -> lis
 def _gather_bytes(content: bytes, count: int, group: dist.ProcessGroup | None) -> list[bytes]:
     """Gather `count` bytes of every rank's content, truncated or padded with zeros."""
     device = dist.distributed_c10d._get_object_coll_device(group)
+    # A bytearray: torch.frombuffer warns if it cannot write to the memory, as with bytes.
     own = torch.frombuffer(bytearray(content[:count].ljust(count, b"\0")), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group), count, dtype=torch.uint8, device=device)
     dist.all_gather(list(everyone), own, group=group)
@@ -313,6 +324,7 @@ def _device_index(kind: str, num_visible: int) -> int:
 def note_broken(group: dist.ProcessGroup | None, why: str) -> None:
     """Mark a process group as broken: a collective of it has failed, and its connections are gone."""
     if group is not None:
+        # The first error stays. Later errors follow from it: the connections are gone.
         _BROKEN.setdefault(group, why.splitlines()[0])
 
 
@@ -338,6 +350,7 @@ def _host_identity() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
+        # Containers of a host have the same boot id, but usually separate mounts of /dev/shm.
         namespace = os.stat("/dev/shm")
         return f"{boot}:{namespace.st_dev}:{namespace.st_ino}"
     except OSError:

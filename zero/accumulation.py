@@ -67,6 +67,7 @@ class Staging:
         places, parts = [], []
         for index in indices:
             param_view, param = self._group.layout.param_views[index], self._group.params[index]
+            # With `_adds` the copy below adds in any case.
             comes_again = index in self._taken and not self._adds
             self._taken.add(index)
             # From here on only `parts` holds the gradient, so it is freed with the list.
@@ -84,6 +85,7 @@ class Staging:
                     place = place.view(param_view.shape)
                 else:
                     part = gradient.reshape(-1)[low - param_view.offset_in_flat : high - param_view.offset_in_flat]
+                # A kernel has computed the gradient here: see `place`.
                 if place.data_ptr() == part.data_ptr():
                     continue
                 if comes_again:
@@ -111,6 +113,7 @@ class Staging:
         if not self._adds:
             layout = self._group.layout
             is_complete = len(self._taken) == len(layout.param_views)
+            # The memory has arbitrary content, and sums over ranks and squares read all of it.
             for low, high in layout.padding if is_complete else layout.outside(self._taken):
                 for start, end, memory in self._regions:
                     if max(start, low) < min(end, high):
@@ -136,6 +139,7 @@ class Staging:
             return False
         for param in params:
             param.grad = None
+        # In a single chunk it joins flattened gradients: `is_dense` excludes padding, empty and 0-dim gradients.
         torch._chunk_cat(gradients, 0, 1, out=memory[: layout.param_views[-1].end_in_flat].view(1, -1))
         self._taken.update(range(len(params)))
         return True
@@ -191,6 +195,7 @@ class LocalSum:
         for start, end, memory in regions:
             memory.add_(self.flat[start:end]) if adds else memory.copy_(self.flat[start:end])
         self.has_values = False
+        # If not flat, the memory is from `add_total`, which few steps need.
         if not (self.is_flat and self._is_kept):
             self.flat = None
 

@@ -26,6 +26,7 @@ class GraphTask:
         """on_end: called in autograd's thread when the run has ended without an error."""
         self.number = current_graph_task()
         self._on_end = on_end
+        # The bound method holds this object. If an error ends the run, autograd drops the callback uncalled.
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -35,10 +36,12 @@ class GraphTask:
 def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
     """Return the autograd node that accumulates each parameter's gradient, by id of the parameter."""
     found = {}
+    # A tensor refers to its accumulator weakly: if nobody held the node, the next graph would make another.
     with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         for param in params:
             is_frozen = not param.requires_grad
             try:
+                # A frozen parameter has an accumulator too, for the case that it is unfrozen later.
                 found[id(param)] = get_gradient_edge(param.requires_grad_()).node
             finally:
                 if is_frozen:

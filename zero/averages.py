@@ -62,6 +62,7 @@ class Averages:
         """Update the averages after a step. ahead: the new values are in `ShardState.versions.ahead`."""
         if self.num_updates:
             for average, master in self._pairs(ahead=ahead):
+                # `lerp_` takes equal dtypes only, and bfloat16 master weights have a float32 average.
                 average.lerp_(master.to(average), 1 - self.decay)
         else:
             self._take_over(ahead)

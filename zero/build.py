@@ -119,6 +119,7 @@ class GroupMemories:
         parts: Parts | None = None
         if axes == plan.sharding.first and len(plan.levels) > 1:
             states, last = plan.sharding.states, plan.sharding.last
+            # The first level sums for all ranks that this rank meets in the second level: it needs their pieces.
             parts = [
                 [parallel_dims.place(peer, states) for peer in parallel_dims.ranks(rank, last)] for rank in axis.ranks
             ]
@@ -132,6 +133,7 @@ class GroupMemories:
     def _reserve_slots(self, trained: Sequence[GroupPlan]) -> None:
         """Reserve larger message slots if these groups need them."""
         for axes, nbytes, count in rings_for(trained, self._mesh.parallel_dims):
+            # All groups of an axis use the same slots, so the largest group counts.
             if nbytes > self._slot_bytes.get(axes, 0):
                 self._slot_bytes[axes] = nbytes
                 self._mesh.over(axes).transport.reserve_slots(nbytes, count)

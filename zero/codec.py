@@ -148,9 +148,11 @@ class QuantizedCodec(Codec):
         self._pieces = [[place] for place in axis.places] if parts is None else parts
 
     def may_lack_own(self, dtype: torch.dtype) -> bool:
+        # This rank's term is read from the staged gradient, unquantized, and never from the sum.
         return False
 
     def staged(self, shard: Tensor, what: str) -> Tensor:
+        # No copy: `_exchanged` quantizes each part into a separate message.
         return shard
 
     def reset(self) -> None:

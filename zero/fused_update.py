@@ -53,6 +53,7 @@ class StepCounts:
         """Count the step in progress."""
         self.is_in_step = False
         if self.unused:
+            # `Counter.update` adds to a count, unlike `dict.update`.
             self.missed.update(self.unused)
 
     def uncount(self) -> None:
@@ -209,6 +210,7 @@ class FusedUpdate:
     def reset_states(self, shard: ShardState, index: int) -> None:
         """Set the states of parameter `index` of the group to their first values."""
         options = self.by_group[shard.runs.options_index(index)] if self.by_group else self.options
+        # float32, whatever the stored dtype: `states_of` shows 8-bit states as float32, and `fill_` casts.
         first = new_states(self.optimizer, torch.zeros(1), options, torch.float32)
         for param_shard in shard.param_shards.of(index):
             for name, memory in shard.states_of(param_shard, changes=True).items():

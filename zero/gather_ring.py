@@ -74,6 +74,7 @@ class GatherRing:
         while True:
             proposals = self._gather_proposals(proposal)
             top = max([other.round for other in proposals])
+            # Needs of lower rounds are left out: their ranks propose them again after this round.
             self._start(top, [other for other in proposals if other.round is top])
             if top is proposal.round:
                 return proposals
@@ -110,6 +111,7 @@ class GatherRing:
     def prefetch(self) -> None:
         """Issue the next units of the round while the prefetch limits allow it."""
         while self._next < len(self.order) and len(self._issued) < MAX_PREFETCHED:
+            # A limit of 0 is allowed: `_pass_next` issues the unit that it passes.
             if self._issued_numel + self.order[self._next].numel > self._prefetch_numel:
                 return
             self._issue()
@@ -131,6 +133,7 @@ class GatherRing:
 
     def _start(self, kind: Round, proposals: Sequence[Proposal]) -> None:
         wanted = set[int]().union(*[proposal.wanted for proposal in proposals])
+        # In the order of registration, which all ranks know; a backward goes from the last unit to the first.
         numbers = sorted(wanted, reverse=kind is not Round.FORWARD)
         if kind is Round.BACKWARD and len(set(proposals)) == 1:
             # All ranks use the units alike: gather them in the order of the backward.

@@ -313,6 +313,7 @@ class GroupGradient:
         The first phase stages them and frees `param.grad`. Each later phase waits for the pending result of the phase
         before.
         """
+        # A gradient that could not be staged early is still in `param.grad`, and `finish` takes it.
         self._early.clear()
         # `param.grad` is the shard: autograd has added to it.
         if not boundary and self._is_in_place:
@@ -329,6 +330,7 @@ class GroupGradient:
         message = None if axis is None else self._reducer.open_message(axis, self._has_shard)
         staging, self._staging = self._staging or self._open_staging(axis, message), None
         if self._is_in_place:
+            # Else every unused parameter would count as used with a zero gradient, and decay.
             self._drop_untouched()
         self.used |= staging.finish()
         self._is_in_place = False
@@ -337,6 +339,7 @@ class GroupGradient:
         assert self.shard is not None
         yield from self._reducer.sum(axis, message, self.shard, self._has_shard, boundary, counts)
         self._has_shard, self._is_final = True, boundary
+        # A tied gradient leaves in `replace`, after the sum over its copies.
         if self._host is not None and not self.group.axes.is_tied and (boundary or self.group.axes.replicas.size == 1):
             self._leave(boundary)
 
@@ -371,6 +374,7 @@ class GroupGradient:
     def _drop_untouched(self) -> None:
         """Set `grad` to None if nothing was added to it."""
         for param in self.group.params:
+            # Autograd raises the counter of a tensor that it adds to in place.
             if param.grad is not None and param.grad._version == 0:
                 param.grad = None
 
@@ -417,6 +421,7 @@ class GroupGradient:
 
     def _open_staging(self, axis: Axis | None, message: Tensor | None) -> Staging:
         places = self._reducer.places(axis, message, self._open_shard(), self._has_shard)
+        # A message holds only this backward's gradient: the earlier sum in the shard is added after the exchange.
         adds = message is None and self._has_shard
         if self._local.has_values:
             self._local.move_sum_to(places, adds)

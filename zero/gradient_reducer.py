@@ -64,6 +64,7 @@ class GradientReducer:
     @property
     def adds_exactly(self) -> bool:
         """Whether adding a gradient to the message in two parts gives the bits of autograd's sum."""
+        # The first level speaks for all, since the codecs of a group have the same dtype (`reduce_dtype`).
         return self._levels[0].is_exact(self._group.plan.dtype)
 
     def reset(self) -> None:
@@ -99,6 +100,7 @@ class GradientReducer:
         own = regions_of(numel, axis.size)[axis.place]
         memory = shard if axis is self._group.axes.states else shard[own]
         start, end = own.start + held.start, own.start + held.stop
+        # Counted from the end, as the message may have no room for the held part.
         behind = message[message.numel() - (numel - end) :]
         return [(0, start, message[:start]), (start, end, memory[held]), (end, numel, behind)]
 
@@ -119,6 +121,7 @@ class GradientReducer:
             for codec in self._levels[:-1]:
                 message = yield from self._sum_first(codec, message)
             held = self._held(axis, has_shard)
+            # The transport may write the sum to its second argument, so a shard with an earlier sum is withheld.
             coming = self._levels[-1].reduce_scatter(message, None if has_shard else shard, self._name)
             if boundary and not is_last:
                 # The next phase opens a message to replicas, and `Reductions.poll` must not wait for it there.
@@ -132,6 +135,7 @@ class GradientReducer:
             held = self._held(axis, has_shard)
         else:
             message = self._replicas.staged(shard, self._name)
+            # This rank's term is still in the shard, where the sum is added up.
             held = held if self._replicas.may_lack_own(self._dtype) else NOTHING
         coming = self._replicas.all_reduce(message, shard, self._name)
         yield from self._add_up(replicas, coming, mine, shard, held, False, counts)
@@ -175,6 +179,7 @@ class GradientReducer:
         yield coming.arrived
         coming.arrived.wait()
         of_ranks = coming.add_up(_part(shard, coming.region), held, accumulate)
+        # Before `summed`, after which other ranks may overwrite the terms.
         self._inspection.look(axis, mine.start, _part(shard, mine), of_ranks, counts)
         spread = coming.summed()
         if spread is not None:
@@ -301,6 +306,7 @@ class GradientStats:
         bad = torch.nonzero(~torch.isfinite(squares))
         index = int(bad[0]) if len(bad) else int(squares.argmax())  # the largest of many large values
         name = self._group.layout.param_view_at(self._group.own.start + offset + index).name
+        # `terms` is empty if the backend has summed.
         own = axis.rank if axis.rank < len(terms) else None
         in_place = own is not None and terms[own].data_ptr() == total.data_ptr()
         producers = [

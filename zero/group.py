@@ -71,6 +71,7 @@ class ShardedGroup:
         """Waits until the shard has come back from its update on the host; None: it is here."""
         self._memory = GroupMemory(self.full, self.shard)
         self._shard_store: ShardStore | None = None
+        # Ranks that share a copy read the same pages, so a release frees nothing.
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
         self.frees_memory = bool(plan.sharding.parameters) and are_apart
         """True if a release frees memory, so that a gather needs the other ranks."""
@@ -216,6 +217,7 @@ class ShardedGroup:
             self.start_gather()
             self.continue_gather()
             untransformed(self._take_gathered)
+        # The memory was kept, but the host may still be updating this shard.
         elif self.returning is not None:
             self.returning()
         mark_present(self.params)
@@ -245,6 +247,7 @@ class ShardedGroup:
 
         holds_shard: an offloaded shard stays in memory, because its update comes next.
         """
+        # Without axes for `parameters` (stages 0 to 2) parameters are never marked as released.
         if not self.plan.sharding.parameters or self.sharded_state is ShardedState.SHARDED:
             return
         if self.keeper is not None and self.keeper():
@@ -308,6 +311,7 @@ class ShardedGroup:
     def _exchange(self) -> Pending:
         what = f"gather of {self.plan.name}"
         if self.axes.are_refreshed:
+            # hpZ: a gather within a host sends weights as they are. `refresh` has quantized and dequantized them.
             return self.axes.parameters.transport.gather(self.full, self._memory.own, what)
         return self._codec.gather(self.axes.parameters, self.full, self._memory.own, what)
 

@@ -87,6 +87,7 @@ class UnitHooks:
             output = run()
         finally:
             self._is_around = False
+        # Not after an error: `failing_forward`, in which the runner calls this, frees the units.
         self._after_root(self._sequence.root.module, (), output)
         return output
 
@@ -212,6 +213,7 @@ def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module]
         # A hook of the user, beside the hook of `UnitHooks`, sees the gradient.
         is_seen = bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
         if x is None or not dy.dtype == x.dtype == param.dtype or is_seen:
+            # Under autocast dy has a different dtype than the parameter: autograd casts the result to a copy.
             return gradient_of(dy, x, is_transposed)
         return weight_gradient(dy, x, is_transposed, sequence.place_for_gradient(param))
 
@@ -229,6 +231,7 @@ def _is_in_method(modules: Collection[int]) -> bool:
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
+        # The name is checked first, as `f_locals` builds a dictionary of all variables of the frame.
         if frame.f_code.co_varnames[:1] == ("self",) and id(frame.f_locals.get("self")) in modules:
             of_all = frame.f_code.co_filename == nn.Module.forward.__code__.co_filename
             return not of_all or frame.f_code in _CALLS

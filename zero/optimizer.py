@@ -263,6 +263,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.counts.count()
         if self.averages is not None:
             average = partial(self._average, self.averages)
+            # The thread writes the master weights that the average reads, so the average waits in its queue.
             self.thread.start(average) if self.are_under_way else average()
 
     def uncount(self) -> None:
@@ -277,6 +278,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         what = "a shard that is not in memory cannot be computed with while it is updated"
         assert self._placements.shard_store is None, what
         self.begin_step()
+        # Taken now, as the next backward replaces `arrived`.
         arrivals = [shard.gradient.arrived for shard in self.shards]
         due = deque((shard, gradient) for shard in self.shards if (gradient := shard.gradient.hand_over()) is not None)
         for shard, _ in due:
@@ -380,6 +382,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.counts.begin()
         self._opt_called = True  # torch's schedulers check it to see that `step` was called
         if self._are_here:
+            # Changes of 8-bit states through `states_of` are still in float32 copies.
             if self._placements.widened.is_open:
                 self._placements.widened.flush()
         else:
@@ -508,6 +511,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         """Update a second version, while the parameters are in use."""
+        # Without masters the update reads the weights from the version that it changes.
         if not shard.form.is_mixed:
             shard.versions.ahead.values.copy_(shard.group.shard)
         self._update.update(shard, partial(shard.parts, shard.versions.ahead, self.speculation), gradient, terms)

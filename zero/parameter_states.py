@@ -94,6 +94,7 @@ class ParameterStates:
             both = {key: {**(kept.get(key) or {}), **said.get(str(key), {})} for key in kept.keys() | said.keys()}
             return self._with_factors(both)
         for key in kept.keys() & missed.keys():  # a rank reports the parameters that its shard has a part of
+            # A parameter without any step stays None, from which `make_states` concludes that it has missed all.
             if missed[str(key)] < self._counts.num_steps:
                 kept[key] = {**(kept[key] or {}), MISSED_STEPS: missed[str(key)]}
         return self._with_factors(kept)
@@ -155,6 +156,7 @@ class ParameterStates:
         }
         self._counts.load(num_steps, missed)
         own = {
+            # None (no states yet) stays None.
             key: states and {n: v for n, v in states.items() if n not in (MISSED_STEPS, FACTOR)}
             for key, states in scalars.items()
         }

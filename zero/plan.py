@@ -64,6 +64,7 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     read = [{id(param) for param in block.parameters()} for _, block in blocks]
     users = Counter(key for keys in read for key in keys)
     outside = {id(param) for param in _parameters_outside(model, {id(block) for _, block in blocks})}
+    # A weight that two blocks share, or that a module outside of the blocks reads, must outlive a single block.
     own = {key for key, count in users.items() if count == 1 and key not in outside}
     named = list(model.named_parameters())  # lists each parameter once
     rest = UnitPlan(REST, model, tuple((name, param) for name, param in named if id(param) not in own))
@@ -72,6 +73,7 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
         members = keys & own
         params = tuple((n, p) for n, p in named if id(p) in members)
         units.append(UnitPlan(name, block, params, is_end=id(block) in ends))
+    # A block whose parameters are all shared needs no gather.
     return [unit for unit in units if unit.params or unit.is_root]
 
 
@@ -180,6 +182,7 @@ class Wire:
         self, parallel_dims: ParallelDims, sharding: ShardingSpec, dtype: torch.dtype, is_frozen: bool
     ) -> int | None:
         """Return the bits of weights of that dtype; None if no weights are sent."""
+        # hpZ sends quantized weights only in the refresh after an update.
         sent = sharding.refreshed if parallel_dims.size(sharding.refreshed) > 1 else sharding.parameters
         if dtype not in QUANTIZED_DTYPES or parallel_dims.size(sent) == 1:
             return None
@@ -329,6 +332,7 @@ def rings_for(trained: Sequence[GroupPlan], parallel_dims: ParallelDims) -> list
         states, replicas = parallel_dims.wide(group.sharding.states), parallel_dims.wide(group.sharding.replicas)
         # A unit is staged when the previous one was summed; an all-reduce takes one more phase. More slots do not help:
         # ranks do not wait if they are less than a unit apart.
+        # The sum over replicas begins with a shard, not with the whole gradient.
         rings = ((states, group.slot_bytes, 1), (replicas, group.slot_bytes // parallel_dims.size(states), 2))
         for axes, nbytes, count in rings:
             most, slots = found.get(axes, (0, 0))

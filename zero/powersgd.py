@@ -70,8 +70,10 @@ class ThinLayout:
                 continue
             rows, columns = param_view.shape[0], param_view.numel // param_view.shape[0]
             rank = min(low_rank.rank, rows, columns)
+            # As torch's PowerSGD hook: the elements sent, times the wanted rate, are fewer than the matrix has.
             if (rows + columns) * rank * low_rank.min_compression_rate < param_view.numel:
                 thin.append(Thin(index, param_view.offset_in_flat, rows, columns, rank))
+        # Starts and ends alternate, so every second gap is a range that is sent unchanged.
         edges = [0, *(edge for param in thin for edge in (param.start, param.end)), layout.padded_numel]
         plain = (slice(low, high) for low, high in zip(edges[::2], edges[1::2], strict=True))
         return cls(tuple(thin), tuple(gap for gap in plain if gap.start < gap.stop))
@@ -190,6 +192,7 @@ class PowerSGDReducer(GradientReducer):
         for thin, matrix, p in zip(self._layout.thin, matrices, bases, strict=True):
             q = summed[low : low + thin.columns * thin.rank].view(thin.columns, thin.rank)
             low += thin.columns * thin.rank
+            # `q` is of the sum over ranks, so the product is the sum, and 1 / size of it the mean.
             product = torch.mm(p, q.T, out=message[thin.start : thin.end].view(thin.rows, thin.columns))
             # A rank's distance to the mean is an error too: the paper's algorithm 2.
             self._tried[thin.index] = matrix.sub_(product, alpha=1 / axis.size), q.clone()

@@ -57,6 +57,7 @@ class ReducedGradient(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _ADDING and isinstance(args[0], ReducedGradient):
+            # Autograd adds in place; with create_graph it adds out of place and sets `grad` to the result.
             args[0].arrived = args[1].clone()
             return args[0] if func is torch.ops.aten.add_.Tensor else args[0].arrived
         raise StateError(_NO_VALUES.format(operation=func))

@@ -56,6 +56,7 @@ class Reductions:
             self._advance_all()
         steps = gradient.collect(boundary) if on_final is None else _with_end(gradient, boundary, on_final)
         pending = next(steps, None)
+        # None: the gradient stays on this rank until the accumulation boundary.
         if pending is not None:
             self.in_flight.append(_Flight(steps, pending))
 
@@ -179,6 +180,8 @@ class ReductionTurns:
     def flush(self) -> None:
         """Reduce the gradients that arrived after their unit's reduction, on any rank. A collective."""
         for unit in self.order:
+            # All units, since this rank does not know which unit another rank has left over. Without `on_final`:
+            # `_leave_over` raises if the backward updates.
             for gradient in unit.gradients:
                 self.reductions.start(gradient, self.boundary)
         self.reductions.finish()
@@ -250,7 +253,9 @@ def gates(order: Sequence[int], proposals: Sequence[Proposal], num_units: int, l
         until = dict[int, int]()
         # A backward goes through the uses in reverse, and needs all gathers up to the furthest unit so far.
         for number in reversed(uses):
+            # A unit that is full on every rank is not in the round, and needs no gather.
             count = max(count, places.get(number, -1) + 1)
+            # Overwritten until the unit's first use, which autograd reaches last.
             until[number] = count
         for number, most in until.items():
             needed[number] = max(needed[number], most)

@@ -100,11 +100,13 @@ class ReleasedParameter(nn.Parameter):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _HARMLESS:
+            # Else `func` would come back here without end.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         released = [a for a in _flatten((args, kwargs)) if isinstance(a, ReleasedParameter)]
         is_differentiated = torch.is_grad_enabled() and func not in _WITHOUT_GRADIENT
         readers = [_READERS.get(id(param)) for param in released]
+        # A closed engine has removed its readers.
         if released and all(reader is not None and reader(is_differentiated, released) for reader in readers):
             return func(*args, **(kwargs or {}))
         # A reader may have gathered the first of them. None: the parameter is inside of an object that was passed.
@@ -148,6 +150,7 @@ def mark_released(params: Iterable[nn.Parameter], names: Iterable[str]) -> None:
 def mark_present(params: Iterable[nn.Parameter]) -> None:
     """Undo `mark_released`."""
     for param in params:
+        # A user's subclass was not marked: see `mark_released`.
         if type(param) is ReleasedParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
 

@@ -58,6 +58,7 @@ class ScheduledUnits:
         """Begin a schedule. boundary: True, as a schedule is a whole step. on_final: called with each final sum."""
         assert boundary
         self._on_final = on_final
+        # Reductions of a schedule that an error has ended.
         self._reductions.abandon()
         self._unreduced = {
             id(unit): {stage for stage, members in self._stages.items() if unit in members} for unit in self.units
@@ -165,6 +166,7 @@ class ScheduledUnits:
         for message in pending:
             message.wait()
         total = None
+        # Every copy adds in this order, so all get the same bits.
         for place in reversed(copies.places):
             part = gradient.shard if place == own else parts[place]
             total = part.clone() if total is None else total.add_(part)

@@ -189,6 +189,7 @@ class UnitSequence:
                     # A unit that the round has not passed may be in flight: to release it would wait for other ranks.
                     if not self._ring.has_left(unit):
                         unit.release()
+                # Else `awaits_backward` stays True, and a read on this rank alone would start a gather.
                 self.forwards.begin(expects_backward=False)
                 self.phase = Phase.IDLE
             raise
@@ -273,6 +274,7 @@ class UnitSequence:
             if self._graph_task is None:
                 self._graph_task = current_graph_task()
             return
+        # Only autograd's queued callback holds the task, so the reference dies with the run, also after an error.
         self._implicit_task = weakref.ref(GraphTask(self._end_implicit))
         if any(will_run(unit.accumulators.values()) for unit in self.units):
             self._begin_implicit(arrived)
@@ -287,6 +289,7 @@ class UnitSequence:
         """Begin a backward. boundary: the last of an optimizer step. on_final: called with each complete gradient."""
         self._before_pass(Phase.BACKWARD, boundary)
         self.phase = Phase.BACKWARD
+        # The engine's run of autograd has not begun, so it has no number: `on_backward_start` sets it.
         self._graph_task = None
         if self._implicit_task is not None and self._implicit_task() is None:
             self._implicit_task = None
@@ -348,6 +351,7 @@ class UnitSequence:
                     "it too, or leave the unit out of zero_optimization.units"
                 )
         unit.waiting.discard(id(param))
+        # The gradient stays in `param.grad`: `has_left_over` finds it at the end, and `flush` reduces it.
         if unit.is_left_over:
             return
         turns = self._turns
@@ -361,6 +365,7 @@ class UnitSequence:
         if is_last and unit is not self.root:
             unit.is_ready = True
             turns.collect_ready()
+        # Only at the cursor: the next slot belongs to the next reduction, so a second unit would overwrite it.
         elif unit.stages_early and unit is turns.order[turns.cursor] and id(param) in unit.places:
             unit.gradients[0].take_early(unit.places[id(param)], turns.boundary)
 
@@ -380,6 +385,7 @@ class UnitSequence:
 
     def end_backward(self) -> None:
         """Reduce the remaining units: those that this rank did not use, and the root unit."""
+        # Before the round ends: `end_round` comes to gates, where a unit that is not marked as ready is left over.
         self._turns.end()
         if self._needs_ring:
             self._end_round()
@@ -427,6 +433,7 @@ class UnitSequence:
         if self.phase is Phase.FORWARD:  # a forward that raised
             self.end_forward(keeps_graph=False)
         self._on_begin(arrived)
+        # After `_on_begin`, since `begin_backward` clears the number.
         task = self._implicit_task() if self._implicit_task is not None else None
         assert task is not None
         self._graph_task = task.number
@@ -442,6 +449,7 @@ class UnitSequence:
         """Begin an autograd run in which nothing is reduced."""
         if self._needs_ring:
             self._before_pass(Phase.IDLE, False)
+        # A root unit that was full before this run stays full after it.
         if not self.root.is_full:
             self._lent.append(self.root)
         self._gather_root()
@@ -490,6 +498,7 @@ class UnitSequence:
         wanted = tuple([n for n, unit in enumerate(self.units) if n in used and n and not unit.is_full])
         proposals = self._ring.begin(Proposal(Round.BACKWARD, wanted, uses, self._lag))
         order = [self._numbers[unit] for unit in self._ring.order]
+        # All ranks take the largest lag, as a gate is a position in the order of collectives.
         self._lag = max(proposal.lag for proposal in proposals)
         made = gates(order, proposals, len(self.units), self._lag)
         # The first gather of the round overlaps with the backward of the last block.
@@ -509,6 +518,7 @@ class UnitSequence:
             self._turns.flush()
 
     def _release_parked(self) -> None:
+        # Called before a round: `start_gather` skips a parked group (UNSHARDING), and the other ranks would wait.
         if self._parked is not None:
             self._parked.release()
             self._parked = None

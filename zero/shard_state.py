@@ -50,6 +50,7 @@ class UpcastStates:
             self._part, self.is_open = part, True
             self._values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
         if changes:
+            # Kept until `flush`, even if a later call only reads the part.
             self._write = partial(stored, True)
         return self._values
 
@@ -102,6 +103,7 @@ class ShardChunks:
                 starts.append((param_shard.offset_in_shard, index, step))
         # A run includes the padding up to the next run, so that kernels see whole vectors.
         ends = [start for start, *_ in starts[1:]] + [self._group.layout.shard_numel]
+        # strict=False: a shard of padding alone has no start, and still an end.
         return [(ShardChunk(start, end, index), step) for (start, index, step), end in zip(starts, ends, strict=False)]
 
     def options_index(self, index: int) -> int:
@@ -136,6 +138,7 @@ class StatesInMemory:
             if name not in self.states:
                 numel = scaled_numel(block.numel(), self.numel)
                 self.states[name] = huge_zeros(numel, block.dtype, self._device)
+                # A fill with zeros would only take the memory early: new pages read as zero.
                 if block.any():
                     self.states[name].fill_(block[0])  # all elements begin with the same value
 
@@ -199,6 +202,7 @@ class ShardState:
         self.runs = ShardChunks(self.group, options_index_of)
         self.is_apart = gradient.leaves_device
         """Whether the update runs on the host and the parameters are on a device."""
+        # Parameters whose options decide the states (matrices of Muon, say) are in separate groups: see `_plan_groups`.
         first = options_index_of[id(self.group.params[0])] if self.group.params else 0
         self._new_states = partial(kept.new_states, options_index=first)
         self.memory = StatesInMemory(resident_numel, self.form, self.group.shard.device, self._new_states)

@@ -149,6 +149,7 @@ class SignMean:
         scales = message[num_bytes:].clone().view(self.layout.dtype)  # aligned
         end = 0
         for (_, low, high), scale in zip(stretches, scales, strict=True):
+            # Padding: a sign has no zero, so it decodes to +1 or -1.
             signs[end:low] = 0
             signs[low:high] *= scale
             end = high

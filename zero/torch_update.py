@@ -220,6 +220,7 @@ class TorchUpdate:
         for flat in inner.flats:
             options, param = flat.options, flat.param
             outer = terms.options[flat.run.options_index]
+            # The user's groups may have keys of schedulers (initial_lr), which the inner optimizer does not know.
             options.update({key: value for key, value in outer.items() if key in options and key != "params"})
             # Each step anew: an offloaded shard and a delayed update come in different memory.
             param.data = master[flat.run.start : flat.run.end]
@@ -228,8 +229,10 @@ class TorchUpdate:
                 param.grad = gradient[flat.run.start : flat.run.end].to(master.dtype) * terms.gradient_scale
         inner.optimizer.step()
         for flat in inner.flats:
+            # Else the copy of the gradient would live until the next step.
             flat.param.grad = None
             if shard.form.rounding is not None:
+                # The float32 copy of the shard is for this step alone.
                 flat.param.data = whole.master[flat.run.start : flat.run.end]
         if shard.form.rounding is not None:
             noise = shard.form.rounding.noise(master.numel(), terms.step, master.device)
@@ -244,6 +247,7 @@ class TorchUpdate:
         inner = self._inner[id(shard)]
         flat = next(one for one in inner.flats if one.run.start <= param_shard.offset_in_shard < one.run.end)
         state = inner.state_of(flat)
+        # A load fills what `make_states` has made: writes to zeros that nobody keeps would be lost.
         if not state and changes:
             return {}
         if not state:
@@ -266,6 +270,7 @@ class TorchUpdate:
             param, state = flat.param, inner.state_of(flat)
             index = flat.parameter
             if index is None:
+                # A run has the same states throughout, so its first parameter shows them.
                 index = next(one.index for one in shard.group.param_shards if one.offset_in_shard >= flat.run.start)
             kept = scalars.get(names[index], scalars.get(flat.run.options_index, {}))
             if kept is None:
@@ -318,6 +323,7 @@ class TorchUpdate:
 
     def _make_inner(self, shard: ShardState) -> _Inner:
         views = [nn.Parameter(shard.master[run.start : run.end]) for run in shard.runs.all]
+        # torch refuses an optimizer without parameters, but a shard may be padding alone.
         optimizer = self._factory(views or [nn.Parameter(shard.master[:0])])
         template = optimizer.param_groups[0]
         flats = [_Flat(run, {**template, "params": [view]}) for run, view in zip(shard.runs.all, views, strict=True)]

@@ -131,6 +131,7 @@ class Unit:
         is_updated: the update follows at once, in the backward.
         """
         for gradient in self.gradients:
+            # A host update loads the shard into a host buffer, so the group's memory need not hold it.
             gradient.group.release(holds_shard=is_updated and not gradient.leaves_device)
         return len(self.gradients) == len(self.groups)
 
@@ -192,6 +193,7 @@ class OpenForwards:
         for forward in self.of_backward:
             forward.is_done = True
         self.of_backward.clear()
+        # Blocks that are called before the next forward of the model get a record of their uses.
         self.last = Forward()
 
 

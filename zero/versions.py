@@ -127,9 +127,11 @@ class UpdateThread:
 
     def wait(self) -> BaseException | None:
         """Wait for all updates. Returns the first error that ended any of them, if any."""
+        # `exception` waits: the pool has a single thread, but a later update may succeed after a failed update.
         errors = [error for running in self._running if (error := running.exception()) is not None]
         if errors or not self._running:
             return errors[0] if errors else None
+        # The thread has a single stream, so the last event comes after all updates.
         self.follow(self._running[-1])
         return None
 

@@ -85,6 +85,7 @@ class MatrixTrip:
             for param_shard in param_shards
             if param_shard.index in owned
         ]
+        # The way back: transposed.
         counts = tuple(zip(*self._counts(), strict=True))
         joined = _joined(given, values)
         given.clear()
@@ -121,6 +122,7 @@ def owners_of(layout: FlatLayout, num_places: int) -> list[int]:
         for param_view in layout.param_views
     ]
     for index in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        # Each rank computes this for itself: ties go to the lower index and the lower rank, so all agree.
         owners[index] = loads.index(min(loads))
         loads[owners[index]] += costs[index]
     return owners
@@ -259,6 +261,7 @@ class WholeUpdate(FusedUpdate):
 
     def _moves(self, shard: ShardState) -> bool:
         """Whether the shard's parameters are matrices that are sent to owners. All parameters of a group agree."""
+        # The config puts matrices in param_groups[0], and `_plan_groups` keeps them apart from other parameters.
         return bool(self._whole.matrix is not None and shard.group.params and not shard.runs.options_index(0))
 
     def _change_matrices(self, shard: ShardState, direction: Tensor, terms: UpdateTerms) -> None:
@@ -284,7 +287,9 @@ class WholeUpdate(FusedUpdate):
         return shard.memory.factors[index]
 
     def _run(self, optimizer: Optimizer, update: ShardUpdate, terms: UpdateTerms, scale: float | Tensor) -> None:
+        # Padding alone has no options to read coefficients from.
         if update.is_used:
+            # These rules have no Triton kernel, and "triton" would refuse them.
             update_shards(
                 optimizer, [update], terms.step, scale, backend="auto" if self.backend == "triton" else self.backend
             )
@@ -333,6 +338,7 @@ class _Norms:
 
     def summed(self) -> list[list[float]]:
         """Return [kind][parameter], summed over the ranks of the group. A collective."""
+        # Replicas hold the same states and gradients, so they compute the same sums.
         axis = self._shard.group.axes.states
         sums = self._sums
         if axis.size > 1:

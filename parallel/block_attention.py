@@ -27,6 +27,7 @@ from .sequence_data import AttentionContext
 
 _MOST_SCORES = {"cpu": 1 << 20}  # at a time, in the formula
 _MOST_SCORES_ELSEWHERE = 1 << 24
+# As in `randomness.py`: it spreads the position of a chunk over the bits of its seed.
 _MIX = 0x9E3779B97F4A7C15
 _FLASH_DTYPES = {
     "cpu": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -54,6 +55,7 @@ class Seen:
     def kind(self, queries: range, keys: range) -> Kind:
         """Return the kind of a block."""
         first, last = queries.start - (keys.stop - 1), queries.stop - 1 - keys.start  # least and largest distance
+        # Padding is at the end, so a causal mask hides it from all tokens before it.
         length = keys.stop if self.whole.length is None or self.is_causal else self.whole.length
         if (self.is_causal and last < 0) or (self.window is not None and first >= self.window) or keys.start >= length:
             return Kind.EMPTY
@@ -63,6 +65,7 @@ class Seen:
             return Kind.PARTIAL
         if not self.is_causal or first >= 0:
             return Kind.FULL
+        # torch's causal mask begins at the first query and the first key, so both must be the same tokens.
         return Kind.DIAGONAL if queries == keys else Kind.PARTIAL
 
     def mask(self, queries: range, keys: range, device: torch.device) -> Tensor:
@@ -92,6 +95,7 @@ def _of_packed(queries: Tensor, keys: Tensor) -> Kind:
         return Kind.PARTIAL
     if bool((keys.amax(1) < queries.amin(1)).all()):
         return Kind.EMPTY
+    # Keys of later sequences are not looked for: with a causal mask such a block is EMPTY already.
     first = keys[:, :1]
     return Kind.FULL if bool((keys == first).all() and (queries == first).all()) else Kind.PARTIAL
 
@@ -204,6 +208,7 @@ class Scores:
         if not self.dropout:
             return None
         generator = torch.Generator(scores.device)
+        # + 1, so that the first query mixes too. The product may be longer than `manual_seed` takes.
         generator.manual_seed((self.seed ^ _MIX * (queries.start + 1) ^ keys.start << 32) & (1 << 63) - 1)
         drawn = torch.rand(scores.shape, generator=generator, device=scores.device)
         return (drawn >= self.dropout).to(scores.dtype).div_(1 - self.dropout)
@@ -211,10 +216,12 @@ class Scores:
     def _is_fast(self, kind: Kind, query: Tensor, value: Tensor) -> bool:
         device = self.device_of(query)
         return (
+            # No PARTIAL: with a mask, the CPU kernel gives a query without keys the logarithm 0, not minus infinity.
             kind in (Kind.FULL, Kind.DIAGONAL)
             and not self.dropout
             and query.dtype in _FLASH_DTYPES.get(device, ())
             and query.shape[3] == value.shape[3]
+            # limits of the CUDA kernel
             and (device == "cpu" or (query.shape[3] % 8 == 0 and query.shape[3] <= 256))
         )
 
@@ -222,6 +229,7 @@ class Scores:
         folded, key, value = _alike(kind, query, key, value)
         is_causal = kind is Kind.DIAGONAL
         if self.device_of(query) == "cpu":
+            # Not `functional.scaled_dot_product_attention`, which does not return the logarithms.
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 folded, key, value, 0.0, is_causal, scale=self.scale
             )
@@ -251,6 +259,7 @@ class Scores:
                 scale=self.scale,
             )  # fmt: skip
         of_query, *others = found
+        # `_alike` may have repeated keys and values: gradients of the copies add up.
         of_key, of_value = (one.unflatten(1, (heads, -1)).sum(2) if one.shape[1] != heads else one for one in others)
         return of_query.reshape(query.shape), of_key, of_value
 
@@ -279,6 +288,7 @@ def accumulated(dtype: torch.dtype) -> torch.dtype:
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
     """Return exp(scores - lse), and 0 for a query that sees no key."""
+    # Minus infinity from minus infinity would be NaN.
     return (scores - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp_()
 
 

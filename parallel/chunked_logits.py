@@ -62,6 +62,7 @@ class ChunkedHead:
         if len(args) != 1 or kwargs:
             return inner(*args, **kwargs)
         (hidden,) = args
+        # The logits of a single tile would exist as a whole in any case.
         if hidden.numel() // hidden.shape[-1] <= self.tile(hidden):
             return inner(hidden)
         weight: Tensor = head.weight
@@ -114,6 +115,7 @@ class ChunkedLogits(Tensor):
                 made = _indexed(first, args[1])
             elif func is fused_cross_entropy:
                 made = _fused_loss(first, *args[1:], **kwargs)
+        # Outside of the branch above, since the logits may be a keyword argument.
         if func is functional.cross_entropy:
             made = _loss(*args, **kwargs)
         if made is not NotImplemented:
@@ -159,6 +161,7 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight)
+        # Zeros in the place of a missing gradient would have the size of all logits.
         ctx.set_materialize_grads(False)
         shape = (*hidden.shape[:-1], weight.shape[0])
         made: Tensor = ChunkedLogits._make_wrapper_subclass(ChunkedLogits, shape, dtype=dtype, device=hidden.device)
@@ -200,6 +203,7 @@ def _cast(logits: ChunkedLogits, func: Callable[..., Any], args: Any, kwargs: Ma
             wanted = value
         elif not isinstance(value, (str, torch.device)) or torch.device(value) != logits.device:
             return NotImplemented
+    # The loss computes in these dtypes in any case. A cast to another dtype changes values.
     if wanted not in (logits.dtype, torch.promote_types(logits.dtype, torch.float32)):
         return NotImplemented
     return logits if wanted == logits.dtype else _again(logits, logits.hidden, wanted)
@@ -209,11 +213,13 @@ def _indexed(logits: ChunkedLogits, index: Any) -> Any:
     """Choose tokens by slices and numbers, or by one tensor, else return NotImplemented."""
     dims = logits.dim() - 1
     if isinstance(index, Tensor):
+        # A mask indexes as many dimensions as it has, a tensor of numbers the first. The vocabulary is the last.
         covers = index.dim() if index.dtype == torch.bool else 1
         return _again(logits, logits.hidden[index]) if covers <= dims else NotImplemented
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(one is Ellipsis or one is None or isinstance(one, (int, slice)) for one in entries):
         return NotImplemented
+    # torch takes a bool as a mask that adds a dimension, but Python counts it as an int.
     if entries.count(Ellipsis) > 1 or any(isinstance(one, bool) for one in entries):
         return NotImplemented
     missing = logits.dim() - sum(1 for one in entries if one is not None and one is not Ellipsis)
@@ -243,14 +249,17 @@ def _loss(
     loss = _fused_loss(
         input, target, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, backend="auto"
     )
+    # torch's cross-entropy gives float32 under autocast, else the dtype of the logits.
     return loss if has_autocast(input) else loss.to(input.dtype)
 
 
 def _fused_loss(logits: ChunkedLogits, labels: Tensor, **options: Any) -> Any:
     """Compute `kernels.cross_entropy` from the head's weight."""
     hidden, weight = logits.hidden, logits.weight
+    # The kernel pads the rows of its buffer to 16 columns, so `chunk_bytes` below are those of a tile.
     columns = -(-weight.shape[0] // 16) * 16
     product = product_dtype(hidden)
+    # There are no logits that the loss could overwrite.
     options.pop("overwrite_logits", None)
     if options.get("backend", "auto") == "auto":
         options["backend"] = logits.head.backend
@@ -325,7 +334,7 @@ def tiled_cross_entropy(
     See [Note: tiles of a split head].
     """
     hidden, weight, bias = logits.hidden, logits.weight, logits.bias
-    # By hand, since autocast does not reach into an autograd.Function.
+    # By hand: the backward of an autograd.Function runs without autocast, and must make the same products.
     if has_autocast(hidden):
         dtype = product_dtype(hidden)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
@@ -361,6 +370,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
             numbers[2, part] = x.gather(1, own[part, None])[:, 0].where(is_own[part], 0)
             numbers[1, part] = x.sub_(numbers[0, part, None]).exp_().sum(dim=1)
             del x  # else two tiles would exist during the next product
+        # All ranks of the axis gather, also a rank without a target.
         parts = exchange.gather(numbers[None], 0, "the loss of logits")
         overall = parts[:, 0].amax(dim=0)
         lse = overall + (parts[:, 1] * (parts[:, 0] - overall).exp()).sum(dim=0).log()

@@ -53,6 +53,7 @@ class _GatheredAndJoined(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, exchange: Collectives, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
         ctx.exchange, ctx.dim, ctx.what = exchange, dim, what
         ctx.added = x.shape[dim] * exchange.size - length
+        # Else a result that nothing used would get zeros as its gradient, and the backward would send them.
         ctx.set_materialize_grads(False)
         gathered = exchange.gather(x, dim, f"the input of {what}").narrow(dim, 0, length).contiguous()
         # A second tensor of the same memory, so that autograd keeps the gradients of the two uses apart.
@@ -65,6 +66,7 @@ class _GatheredAndJoined(torch.autograd.Function):
         if of_parts is not None:
             dx = ctx.exchange.sum_part(of_parts, ctx.dim, f"the gradient of the input of {ctx.what}")
         if of_all is not None:
+            # Each rank has the whole gradient of the joined result, so its part needs no collective.
             own = ctx.exchange.part(of_all, ctx.dim)
             dx = own.contiguous() if dx is None else dx + own
         return dx, None, None, None, None
@@ -72,6 +74,7 @@ class _GatheredAndJoined(torch.autograd.Function):
 
 def copied(x: Tensor, exchange: Collectives, what: str) -> Tensor:
     """Return x for different uses on the ranks. what: the layer in error messages, here and below."""
+    # An absent tensor of a pipeline stage. All ranks of the axis run the same stage, so all skip the collective.
     if is_missing(x):
         return x
     return _applied(x, lambda x: x.view_as(x), lambda dy: exchange.sum(dy, f"the gradient of the input of {what}"))
@@ -102,6 +105,7 @@ def scattered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
     """Return this rank's part of the sum of x over the ranks."""
     return _applied(
         x,
+        # `sum_part` returns a transposed view. Model code behind the layer may call view().
         lambda x: exchange.sum_part(x, dim, f"the output of {what}").contiguous(),
         lambda dy: exchange.gather(dy, dim, f"the gradient of the output of {what}"),
     )
@@ -149,6 +153,7 @@ def lengthened(x: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _lengthened(x: Tensor, dim: int, more: int) -> Tensor:
+    # torch counts the pairs of `pad` from the last dimension.
     return x if not more else functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim % x.dim()), 0, more))
 
 

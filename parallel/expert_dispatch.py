@@ -157,7 +157,8 @@ class TokenWay:
         """Sum (sent rows, width) to (tokens, width), over the ranks that a token was sent to."""
         total = rows.new_zeros(self.num_tokens, rows.shape[1], dtype=_wide(rows.dtype))
         ends = list(accumulate(self._rows[self.exchange.place]))
-        for low, high in zip([0, *ends[:-1]], ends, strict=True):  # a token is in the rows of a rank once
+        for low, high in zip([0, *ends[:-1]], ends, strict=True):
+            # A token occurs once in the rows of a rank. So the order of sums is fixed, also on a GPU.
             total.index_add_(0, self.tokens[low:high], rows[low:high].to(total.dtype))
         return total.to(rows.dtype)
 
@@ -214,6 +215,7 @@ class TokenWay:
         if device.type == "meta":
             return torch.empty(sum(count for _, count in ranges), dtype=torch.int64, device=device)
         parts = [torch.arange(first, first + count) for first, count in ranges]
+        # From integers of the host, so the host does not wait for the device.
         return sent(torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), device)
 
 
@@ -239,6 +241,7 @@ def order_of(choices: Tensor, own: int, size: int) -> tuple[Tensor, Tensor, Tens
     rank_of = rank_of.where((rank_of >= 0) & (rank_of < size), size)  # size: a choice of no expert
     is_there = rank_of.unsqueeze(0) == torch.arange(size, device=choices.device).view(-1, 1, 1)  # (ranks, tokens, k)
     numbers = is_there.sum(2)
+    # Stable, so that rows, and with them sums, have the same order in each run.
     order = torch.argsort(numbers, dim=1, descending=True, stable=True)
     # Slot n of a rank has a choice of each token with more than n choices there.
     slots = (numbers.unsqueeze(2) > torch.arange(k, device=choices.device)).sum(1)
@@ -247,6 +250,7 @@ def order_of(choices: Tensor, own: int, size: int) -> tuple[Tensor, Tensor, Tens
     slot = ((is_there.cumsum(2) - 1) * is_there).sum(0)
     place = (places.unsqueeze(2) * is_there).sum(0)
     # By rank, then slot, then row: a single sort, without a value read by the host.
+    # Choices of no expert have the rank `size`, so they come behind the prefix that is sent.
     key = (rank_of * k + slot) * max(tokens, 1) + place
     return order, torch.argsort(key.reshape(-1), stable=True), slots
 
@@ -269,6 +273,7 @@ class Dispatched(torch.autograd.Function):
         way: TokenWay = ctx.way
         dx = way.summed_at_home(way.rows_back(dy[0], "the gradient of tokens"))
         back = way.choices_back(dy[1], "the gradient of weights")
+        # Choices of no expert were not sent: their weights get zeros.
         dweights = back.new_zeros(way.num_choices).index_copy_(0, way.choices, back)
         return dx, dweights.view(way.num_tokens, ctx.k), None, None
 
@@ -290,6 +295,7 @@ def split_experts(plan: ExpertPlan, exchange: Collectives, patches: ModelPatches
     for layer in plan.layers:
         experts = ExpertSelfCheck(layer.name, layer.module, layer.module.forward)
         forward = partial(_forward, layer, exchange, experts, read)
+        # Experts are numbered from 0 on each rank, so a forward must see the number of experts of this rank.
         for key in layer.counts:
             patches.override(layer.module, key, layer.num_experts // plan.degree)
         patches.override(layer.module, "forward", partial(_called, layer, untraced(forward)))
@@ -317,6 +323,7 @@ def _forward(
     rows, weights, numbers = Dispatched.apply(x, weights, numbers, way)  # type: ignore[no-untyped-call]  # as torch
     repeated = with_backward(rows, way.repeated, way.summed)  # (received choices, width)
     made = _made(layer, experts, repeated, numbers.long()) * weights.unsqueeze(1)
+    # Routing weights in float32 make it float32. Rows travel in the dtype of tokens, so their gradient is cast back.
     dtype = made.dtype
 
     def combine(made: Tensor) -> Tensor:
@@ -349,6 +356,8 @@ def _made(layer: ExpertLayer, experts: ExpertSelfCheck, rows: Tensor, numbers: T
     """Run this rank's experts on the received rows."""
     if not len(rows):
         params = [param for param in layer.module.parameters() if param.requires_grad]
+        # Zeros, since the experts of a layer are one parameter: without a split it gets a gradient if any expert has a
+        # token.
         nothing: Tensor = NoRows.apply(rows, True, *params)  # type: ignore[no-untyped-call]  # as torch has it
         return nothing
     return experts(rows, numbers)

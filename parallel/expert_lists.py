@@ -49,6 +49,7 @@ class ListedExperts:
         self._inner = layer.block.forward
         self._is_compared = False
         for expert in layer.experts:
+            # The parameters of this expert are empty here. The list itself holds stand-ins while the block runs.
             if all(expert is not own for own in self._own):
                 patches.override(expert, "forward", partial(_refuse, layer.name))
         patches.override(layer.block, "forward", partial(_called, untraced(self._forward)))
@@ -63,6 +64,7 @@ class ListedExperts:
         calls: list[tuple[int, Tensor]] = []
         self._run(partial(_ask, name, x, calls), args, kwargs)
         self._check_buffers(versions)
+        # The second run must draw the same numbers, or dropout and noisy routers would choose other rows.
         set_random_states(x.device, states)
         made = self._exchanged(x, calls)
         ends = list(accumulate(one.numel() // x.shape[-1] for _, one in calls))
@@ -103,6 +105,7 @@ class ListedExperts:
         rows = torch.cat([x.reshape(-1, width)[:0], *(one.reshape(-1, width) for _, one in calls)])
         numels = torch.tensor([one.numel() // width for _, one in calls], dtype=torch.int64, device=x.device)
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64, device=x.device)
+        # With `output_size` the host does not wait to learn the size.
         choices = torch.repeat_interleave(numbers, numels, output_size=len(rows))
         counts, experts, is_called = self._routes(choices, numbers)
         order, name = torch.sort(choices, stable=True).indices, self._layer.name  # rows are sent by expert
@@ -151,6 +154,7 @@ class ListedExperts:
             made = self._tried(rows, experts)
         else:
             params = [param for expert in self._own for param in expert.parameters() if param.requires_grad]
+            # No zeros: each expert in a list has separate parameters, and without a call they get no gradient.
             made = NoRows.apply(rows, False, *params)  # type: ignore[no-untyped-call]  # as torch has it
         present = set(experts.tolist())
         for number, expert in enumerate(self._own):
@@ -248,6 +252,7 @@ def _tied(out: Any, made: Tensor) -> Any:
     leaves, tree = tree_flatten(out)
     for number, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            # The loss is taken to depend on the first output on each rank, so that each rank's backward exchanges.
             leaves[number] = _Tied.apply(leaf, made)  # type: ignore[no-untyped-call]  # as torch has it
             break
     return tree_unflatten(leaves, tree)

@@ -49,6 +49,7 @@ class ExpertLayer:
         return tuple(
             key
             for key, value in vars(self.module).items()
+            # num_experts_per_tok may equal the number of experts, and stays.
             if "expert" in key and "per_tok" not in key and type(value) is int and value == self.num_experts
         )
 
@@ -140,6 +141,7 @@ class ExpertPlan:
 def layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
     """Return the module as an ExpertLayer, or None if it does not hold all experts of a layer."""
     own = {key: param for key, param in module._parameters.items() if param is not None}
+    # Weights have three dimensions. Their biases have two, and so have many parameters that are no experts.
     nums = {param.shape[0] for param in own.values() if param.dim() == 3}
     if len(nums) != 1 or not _takes_choices(module):
         return None
@@ -160,6 +162,7 @@ def inputs_of(module: nn.Module) -> tuple[str, ...]:
 
 def _lists_of(model: nn.Module) -> Iterator[ExpertList]:
     for name, block in model.named_modules():
+        # A container does not call the experts of a list in it.
         if isinstance(block, nn.ModuleList | nn.ModuleDict | nn.Sequential):
             continue
         for key, module in block._modules.items():
@@ -193,6 +196,7 @@ def _check_lists(model: nn.Module, lists: list[ExpertList]) -> None:
                 "separate parameters, or set parallel.expert to 1"
             )
         for key, tensor in (*layer.experts[0].named_parameters(), *layer.experts[0].named_buffers()):
+            # `ExpertPlan.rows` gives a rank all rows of a parameter or none, and a scalar has no rows.
             if not isinstance(tensor, nn.Parameter) or not tensor.dim():
                 raise ValueError(
                     f"parallel.expert: expected experts of '{layer.name}' without buffers and scalar parameters, "
@@ -267,6 +271,7 @@ class ExpertLayout:
     def of(cls, module: nn.Module) -> ExpertLayout | None:
         """Return the layout of a module, or None if the module does not declare it or has further parameters."""
         said = [getattr(module, key, None) for key in ("has_gate", "has_bias", "is_concatenated", "is_transposed")]
+        # A norm of the output is not linear: the terms of the ranks would not add up to it.
         if any(type(value) is not bool for value in said) or getattr(module, "has_post_expert_norm", False):
             return None
         is_gated, has_bias, is_concatenated, is_transposed = said
@@ -292,6 +297,7 @@ class ExpertLayout:
     def ranges(self, degree: int) -> list[tuple[int, int]]:
         """Return [low, high) of I for each rank: as even as possible, in steps that grouped products accept."""
         step = math.gcd(self.width, _ALIGNED)
+        # With fewer aligned steps than ranks, a rank would get no column.
         step = step if self.width // step >= degree else 1
         return [(low * step, high * step) for low, high in ranges_of(self.width // step, degree)]
 

@@ -45,6 +45,7 @@ class ExpertSums:
         self._inputs = inputs_of(module)
         patches.hook(module.register_forward_pre_hook(self._before, with_kwargs=True))
         patches.hook(module.register_forward_hook(self._behind))
+        # Each rank has the whole bias and the outputs are summed, so the first rank of the axis alone adds it.
         if _BIAS in layer.parameters and exchange.place:
             patches.override(module, "forward", partial(_without_bias, module, module.forward))
         low, high = layer.inputs[exchange.place]
@@ -74,6 +75,7 @@ class ExpertSums:
 def _without_bias(module: nn.Module, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Run a module with its output bias as zeros, since the first rank adds it. The bias still gets its gradient."""
     bias: Any = module._parameters[_BIAS]
+    # Not by setattr: torch refuses a plain tensor in the place of a parameter.
     module._parameters[_BIAS] = with_backward(bias, torch.zeros_like, lambda dy: dy)  # type: ignore[assignment]
     try:
         return forward(*args, **kwargs)
@@ -120,6 +122,7 @@ class SplitLayers:
         for layer in plan.layers:
             self._put(layer, parents[id(layer.module)], patches)
         for heads in plan.heads:
+            # Attention code views its projections as (..., heads, size), so it must read the counts of this rank.
             for name, value in heads.local_counts(plan.degree):
                 patches.override(heads.module, name, value)
         self._override_sizes(plan, patches)
@@ -135,6 +138,7 @@ class SplitLayers:
 
     def _put(self, layer: LayerSplit, parent: nn.Module, patches: ModelPatches) -> None:
         module, bias = layer.module, getattr(layer.module, "bias", None)
+        # A column-split embedding (T5's position bias) takes indices: there is no gradient to sum.
         if layer.style in (Style.COLUMN, Style.GATHERED) and not isinstance(module, nn.Embedding):
             patches.hook(module.register_forward_pre_hook(partial(self._before_columns, layer, parent)))
             if layer.style is Style.GATHERED:
@@ -149,6 +153,7 @@ class SplitLayers:
             first, numel = self._first_of(layer), self._numel_of(layer)
             if isinstance(module, nn.Embedding):
                 self._override_padding(module, layer, first, patches)
+                # The inner forward, since Gemma and Bart scale the rows of their embeddings.
                 patches.override(module, "forward", partial(self._embedded, layer, first, numel, module.forward))
             else:
                 patches.hook(module.register_forward_pre_hook(partial(self._before_logits, layer)))
@@ -171,6 +176,8 @@ class SplitLayers:
             style = styles.get(id(base))
             if randomness is None or style not in (Style.COLUMN, Style.ROW):
                 continue
+            # PEFT runs the base layer first. Then it drops out the adapter's input: all of it beside columns, a part of
+            # it beside rows.
             leave, back = partial(_leave, randomness, outer), partial(_return, randomness)
             if style is Style.COLUMN:
                 patches.hook(wrapper.register_forward_pre_hook(back))
@@ -208,8 +215,10 @@ class SplitLayers:
         parts = self._parts_around(module)
         x = None if parts is None else parts.for_columns(args[0], module, layer.name)
         if x is None:
-            # An adapter gets a copy of its own, apart from the copy for layers with the same input.
+            # No layer shares the input of a LoRA matrix. If its copy were kept, it would replace the copy that the next
+            # projection (keys, values) shares.
             x = self._copied(args[0], layer.name, is_kept=id(parent) not in self._in_adapters or is_lora(parent))
+        # Within a region the block has left the common stream. Behind a gathered layer all ranks compute the same.
         is_drawn = layer.style is Style.COLUMN and parent.training and id(module) not in self._in_adapters
         if parts is None and self._randomness is not None and is_drawn:
             self._randomness.leave_common(parent)
@@ -236,6 +245,7 @@ class SplitLayers:
     # -- rows -----------------------------------------------------------------------------------------------------
 
     def _before_rows(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
+        # Within a region, the last block returns to the common stream.
         if self._randomness is not None and (self._parts is None or not self._parts.has(module)):
             self._randomness.return_to_common()
         self._last = None
@@ -249,6 +259,7 @@ class SplitLayers:
                 f"'{layer.name}': expected {high - low} inputs (this rank's part of {whole}), found {x.shape[-1]}; "
                 "check that the layer before it is split by columns"
             )
+        # The layers before this one are whole or gathered ("whole" in a plan), so all ranks have all inputs.
         return parted_columns(x, self._exchange, layer.name), *args[1:]
 
     def _behind_rows(self, layer: LayerSplit, module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -282,6 +293,7 @@ class SplitLayers:
         is_own = (own >= 0) & (own < layer.parameters["weight"].tensor_shards[self._exchange.place].shape[0])
         is_outside = (ids < 0) | (ids >= numel)  # gets an index outside every rank's rows, so torch raises its error
         found = inner(own.where(is_own, is_outside * numel))
+        # Row 0 was looked up for ids of other ranks. The factor clears it, and its gradient.
         total = summed(found * is_own[..., None], self._exchange, layer.name)
         # A pipeline stage that traces this forward must see a torch function that makes the result.
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
@@ -301,6 +313,7 @@ class SplitLayers:
         tensor_shard = split.tensor_shards[self._exchange.place]
         if tensor_shard.is_all:
             return self._exchange.sum(gradient, what)
+        # The sum is over all ranks of the axis, and some have different key heads: each adds zeros around its shard.
         return tensor_shard.take(self._exchange.sum(tensor_shard.put(gradient), what))
 
 
@@ -316,6 +329,7 @@ def _return(randomness: Randomness, *_: object) -> None:
 def _hook_gradient(param: nn.Parameter, hook: Any, patches: ModelPatches) -> None:
     """Register a hook on a parameter that may be frozen now and trained later."""
     is_trained = param.requires_grad
+    # torch refuses hooks on tensors that require no gradient.
     param.requires_grad_(True)
     patches.hook(param.register_hook(hook))  # type: ignore[no-untyped-call]  # as torch has it
     param.requires_grad_(is_trained)

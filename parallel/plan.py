@@ -61,6 +61,7 @@ _ROWS |= {"out_lin", "lin2", "linear2", "fc_out"}
 _OF_KEYS = {"k_proj", "v_proj", "key", "value", "k", "v"}  # may have fewer heads than queries
 _FUSED = {"c_attn": "column/3"}  # GPT-2; in its cross-attention c_attn has two parts, keys and values
 _PARTS = {"self": {"query", "key", "value"}, "attention": {"query", "key", "value"}, "intermediate": {"dense"}}
+# Norms of each head: every rank normalizes its heads with the whole weight, and so has a part of its gradient.
 _BETWEEN = {"q_norm", "k_norm", "q_layernorm", "k_layernorm"}
 
 
@@ -83,6 +84,7 @@ def plan_by_names(model: nn.Module) -> dict[str, str]:
             if (key in _COLUMNS or key in _FUSED) and (is_linear(child) or isinstance(child, nn.Embedding))
         }
         rows = {key: "row" for key, child in children.items() if key in _ROWS and is_linear(child)}
+        # GPT-2's cross-attention has its queries in q_attn, so c_attn holds keys and values.
         if "c_attn" in columns and "q_attn" in columns:
             columns["c_attn"] = "column/2"
         if not rows:
@@ -115,6 +117,7 @@ def _fit(parent: nn.Module, columns: Mapping[str, str], rows: Mapping[str, str])
         for key, style in columns.items()
         if is_linear(layers[key])
     }
+    # Keys may be narrower than the rows behind them (grouped queries). Any other width means fused layers.
     return inputs <= set(outputs.values()) and all(
         width in inputs for key, width in outputs.items() if key not in _OF_KEYS
     )
@@ -127,6 +130,7 @@ def vocabulary_of(model: nn.Module) -> dict[str, str]:
         return {}
     found = {}
     for name, module in model.named_modules():
+        # A head with other outputs than the embedding has rows gives no logits over these tokens.
         is_head = module is head and is_linear(module) and _rows(module) == _rows(embedding)
         if is_head or getattr(module, "weight", None) is embedding.weight:
             if not can_give_vocabulary(module):
@@ -358,7 +362,9 @@ def _split_one(
         if heads is None or style is Style.GATHERED or not is_linear(module):
             ranges = ranges_of(size, degree)
         else:
+            # Whole heads, since a softmax needs all elements of a head's scores.
             ranges = heads.ranges(name, size, degree, len(parts) > 1)
+            # Fewer key heads than ranks: the ranks with the same key head have parts of its gradient.
             is_partial = len(set(ranges)) < degree
         for place, (low, high) in enumerate(ranges):
             by_place[place].append((start + low, start + high))
@@ -411,6 +417,7 @@ def _parameters(model: nn.Module, layers: list[LayerSplit]) -> dict[int, Paramet
         for param in module.parameters(recurse=False):
             if id(param) not in found or id(module) in split_layers or _is_inside_partial(layers, module):
                 continue
+            # The module has no style and uses a split parameter.
             if not found[id(param)][1].startswith(f"{name}."):  # BERT: a module also lists a parameter of its child
                 raise ValueError(
                     f"{_KEY}: '{found[id(param)][1]}' and '{name}' share a weight, but '{name}' is not split; give "

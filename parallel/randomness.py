@@ -47,16 +47,19 @@ class Randomness:
 
     def leave_common(self, of: object) -> None:
         """Switch to the rank's private stream. of: the module whose inside each rank computes differently."""
+        # The graph task tells a recomputation of this module from its forward.
         since = of, torch._C._current_graph_task_id()
         if self._common is not None and since == self._since:
             return
         # A recomputation may have ended inside another block. The code that recomputes restores its common state.
         seed = int(torch.empty((), dtype=torch.int64).random_())
         self._common, self._since = self.states(), since
+        # + 1: the number 0 would leave the seed unmixed.
         self.seed(seed, self._place + 1)
 
     def seed(self, seed: int, number: int) -> None:
         """Seed all generators from both numbers."""
+        # The product may be negative, or longer than the 64 bits that `manual_seed` takes.
         seed_generators(self._device, (seed ^ (_MIX * number)) & (1 << 63) - 1)
 
     def return_to_common(self) -> None:
@@ -87,6 +90,7 @@ class Randomness:
         def enter(module: nn.Module, args: object) -> None:
             if module.training and not is_off():
                 self._private = self.states()
+                # Negative, since the private streams of ranks have the positive numbers.
                 self.seed(seed(), -number)
 
         def leave(*_: object) -> None:
@@ -108,6 +112,7 @@ def draws(model: nn.Module) -> bool:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             return True
+        # Code that calls functional.dropout keeps its rate as an attribute, for example attention_dropout.
         if any("drop" in name and type(value) is float and value > 0 for name, value in module.__dict__.items()):
             return True
     return False

@@ -73,6 +73,7 @@ def find_regions(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Sequen
         if not inner & rows or not isinstance(parent, (nn.ModuleList, nn.Sequential)):
             continue
         givers = {id(parents[id(one)]): parents[id(one)] for one in columns if id(one) in inner}
+        # A block keeps its part even if it holds columns itself: its norms and residuals act on parts.
         givers = {key: one for key, one in givers.items() if one is not module and not _is_mlp(one, own | rows)}
         wholes = tuple(one for one in givers.values() if _has(one, own | rows))
         alike = [one for one in givers.values() if not _has(one, own | rows)]
@@ -130,6 +131,7 @@ def splits_of_parts(
     for block in blocks:
         given_all = {id(part) for module in (*block.wholes, *block.alike) for part in module.modules()}
         for name, module in block.module.named_modules(prefix=block.name):
+            # A row split is given all tokens, but its bias is added to a part of them.
             if id(module) in given_all and id(module) not in rows:
                 continue
             own = {key: p for key, p in module.named_parameters(recurse=False) if id(p) not in split}
@@ -158,6 +160,7 @@ def _outside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
             yield from _outside(child, blocks)
 
 
+# Starts that are kept: more than forwards of different lengths that wait for their backward.
 _MOST = 4096
 
 
@@ -177,6 +180,7 @@ class RegionStarts:
         """Return (length, seed) of the forward whose autograd node runs now."""
         number = torch._C._current_autograd_node()._sequence_nr()
         at = bisect_right(self._kept, number, key=lambda start: start[0])
+        # A node older than all kept starts gets the oldest start.
         return self._kept[max(at - 1, 0)][1:]
 
 
@@ -201,6 +205,7 @@ class PartWatch(TorchFunctionMode):
         result = func(*args, **kwargs)
         if used:
             is_new = any(isinstance(x, Tensor) and all(x is not one for one, _ in used) for x in tree_leaves(result))
+            # A function that returns no new tensor and changes none (a size, a data pointer) is no use of the tokens.
             if is_new or versions != [_version(one) for one, _ in used]:
                 raise _error(used[0][1], getattr(func, "__name__", str(func)))
         return result
@@ -219,6 +224,7 @@ class PartWatch(TorchFunctionMode):
 
 
 def _version(x: Tensor) -> int:
+    # torch counts no versions of inference tensors, and raises an error.
     return 0 if x.is_inference() else x._version
 
 

@@ -55,6 +55,7 @@ class Ring:
         window = self.seen.window
         if not self.seen.is_causal or window is None:
             return self.size - 1
+        # A query sees itself and window - 1 tokens before it.
         return min(self.size - 1, max(0, -(-(window - 1) // self.tokens)))
 
     @property
@@ -81,6 +82,7 @@ class Ring:
         if not self.is_balanced:
             return list(tensors)
         numbers = [2 * self.place + half for half in range(2)]
+        # A rank's first half is among the first `size` halves of the sequence, and its second half is not.
         of = [(self._owner(number), int(number >= self.size)) for number in numbers]
         return self._traded(tensors, [number // 2 for number in self._halves(self.place)], of)
 
@@ -98,6 +100,7 @@ class Ring:
         # (2, rows, heads, half, size)
         halves = [one.view(*one.shape[:2], 2, -1, one.shape[3]).movedim(2, 0) for one in tensors]
         pieces = torch.cat([one.flatten(1) for one in halves], dim=1)
+        # Ranks with this remainder have the same heads, and so form a ring.
         beside = self.exchange.place % self.stride
         at = [place * self.stride + beside for place in to]
         got = self.exchange.trade(
@@ -116,6 +119,7 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores
     device = scores.device_of(query)
     if torch.is_autocast_enabled(device):
         query, key, value = (one.to(torch.get_autocast_dtype(device)) for one in (query, key, value))
+        # Autocast would cast the wide sums of the formula back before each product.
         with torch.autocast(device, enabled=False):
             return ring_attention(query, key, value, ring, scores)
     return _RingAttention.apply(query, key, value, ring, scores)  # type: ignore[no-untyped-call, no-any-return]

@@ -81,12 +81,14 @@ class SequenceAttention:
         configs = _configs(model)
         registry = _registry() if configs else None
         for number, config in enumerate(configs):
+            # The registry belongs to the process, and engines may share it.
             name = f"lowtide_sequence_{id(self)}_{number}"
             before = config._attn_implementation
             registry[name] = untraced(partial(self._of_hugging_face, registry, before))  # type: ignore[index]
             patches.callback(partial(registry.__delitem__, name))  # type: ignore[union-attr]
             config._attn_implementation = name
             patches.callback(partial(setattr, config, "_attn_implementation", before))
+        # Hugging Face's "sdpa" calls torch's attention too: with a mode around it, heads would be exchanged twice.
         self._has_callers = not configs
         for module in () if configs else _callers(model):
             patches.override(module, "forward", untraced(partial(self._in_mode, module.forward)))
@@ -103,6 +105,7 @@ class SequenceAttention:
         **options: Any,
     ) -> tuple[Tensor, None]:
         eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        # "eager" is not in the registry: each model's file has a function of that name.
         attend = registry.get_interface(name, eager)
         if attention_mask is not None:
             raise SequenceError(
@@ -113,6 +116,7 @@ class SequenceAttention:
             raise SequenceError(f"{type(module).__name__}: attention with sinks cannot be split over ranks")
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        # Positions of this rank's part. `AttentionContext.packed` has the packed sequences of the whole.
         options.pop("position_ids", None)
         self.num_calls += 1
         scale = options.get("scaling")
@@ -137,11 +141,13 @@ class SequenceAttention:
                 options.get("dropout", 0.0),
             )
             return self._back(mixed.transpose(1, 2), width), None
+        # "eager" ignores is_causal, so it always needs a mask.
         mask = self.forwards.whole.whole_mask(query, is_causal, window, always=name == "eager")
         if mask is not None and name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
             # A row of equal minima is an even softmax over all keys: exclude the padding from it.
             mask[..., self.forwards.whole.length or mask.shape[3] :] = -math.inf
+        # The exchange may have repeated keys, so there may be fewer queries for each key than the model says.
         with _grouped(module, query.shape[1] // key.shape[1]):
             mixed, _ = attend(module, query, key, value, mask, **options)  # (rows, whole, heads, size)
         return self._back(mixed, width), None
@@ -177,6 +183,7 @@ class SequenceAttention:
             return self._back(mixed.transpose(1, 2), width).transpose(1, 2)
         mask = whole.whole_mask(query, is_causal, None)
         enable_gqa = enable_gqa and query.shape[1] != key.shape[1]
+        # torch takes a mask or is_causal, not both. The mask has the causal part.
         mixed = functional.scaled_dot_product_attention(
             query, key, value, mask, dropout_p, is_causal and mask is None, scale=scale, enable_gqa=enable_gqa
         )
@@ -234,6 +241,7 @@ class SequenceAttention:
         self, query: Tensor, key: Tensor, value: Tensor, width: int, seen: Seen, scale: float, dropout: float
     ) -> Tensor:
         ring = Ring(self._exchange, width, query.shape[2], seen)
+        # A ring keeps no mask of dropout: its backward draws the same numbers again from this seed.
         seed = int(torch.empty((), dtype=torch.int64).random_()) if dropout else 0
         return ring_attention(query, key, value, ring, Scores(seen, scale, dropout, seed, self._device))
 
@@ -253,6 +261,7 @@ class SequenceAttention:
         if (id(module), scale) in self._tried:
             return
         self.has_eager_ring |= name == "eager"
+        # A separate generator: the check must not change the numbers of the training.
         generator = torch.Generator().manual_seed(0)
         query, key, value = (torch.randn(1, heads, 3, 8, generator=generator) for heads in (groups, 1, 1))
         query *= 8  # large scores, so that a cap shows
@@ -408,6 +417,7 @@ def _callers(model: nn.Module) -> list[nn.Module]:
     found = []
     for module in model.modules():
         members = [value for cls in type(module).__mro__ for value in vars(cls).values() if callable(value)]
+        # Behind decorators: only the bytecode of the function itself names the call.
         codes = [getattr(inspect.unwrap(member), "__code__", None) for member in members]
         if any(code is not None and name in code.co_names for code in codes):
             found.append(module)

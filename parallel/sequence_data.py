@@ -67,6 +67,7 @@ class AttentionContext:
         of = torch.arange(keys.start, keys.stop, device=device)[None, :]
         seen = torch.ones(len(queries), len(keys), dtype=torch.bool, device=device)
         if is_causal:
+            # Padding is at the end, so no token before it sees it.
             seen = of <= at
         elif self.length is not None:
             seen = seen & (of < self.length)
@@ -156,6 +157,7 @@ class SequenceData:
         labels = given.pop("labels", None)
         shifted = given.pop("shift_labels", None)
         if shifted is None and labels is not None:
+            # Before the cut: the label of a part's last token is the first token of the next part.
             shifted = functional.pad(labels, (0, 1), value=ignored)[:, 1:]
         for name, value in given.items():
             is_along = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
@@ -165,9 +167,11 @@ class SequenceData:
             whole = replace(whole, is_blind=_is_blind(whole, shifted != ignored))
             own = made["shift_labels"] = self.own(shifted, fill=ignored)
             if labels is not None or self._takes_count:
+                # Hugging Face computes a loss if it is given labels, and then takes shift_labels in their place.
                 made["labels"] = own
             total = max(int((shifted != ignored).sum()), 1)
             if self._takes_count:
+                # A given number stays: a trainer counts the labels of all microbatches.
                 made.setdefault("num_items_in_batch", total)
             else:
                 factor = int((own != ignored).sum()) / total
@@ -179,6 +183,7 @@ class SequenceData:
         """Return a few tokens, each with a valid label. The batch is data for one rank alone."""
         part = self.part(batch, device, needs_labels=False)
         made = _narrowed(dict(part), 0)
+        # A class that the batch has, or 0 if all labels are ignored (-100).
         label = int(part["shift_labels"].max().clamp(min=0))
         labels = torch.full_like(made["shift_labels"], label)
         return SequenceShard(_with_labels(made, labels), part.whole, 1.0)
@@ -188,6 +193,7 @@ class SequenceData:
         part = self.part(batch, device, needs_labels=False)
         labels, ignored, length = part.get("shift_labels"), part.ignored, part["position_ids"].shape[1]
         labelled = [length // 2] if labels is None else (labels != ignored).any(0).nonzero().flatten().tolist()
+        # From the middle, so that tokens before it and behind it are changed.
         at = labelled[len(labelled) // 2] if labelled else 0
         first = max(min(at - _TRIED // 2, length - _TRIED), 0)
         made = _narrowed(dict(part), first)
@@ -239,6 +245,7 @@ class SequenceData:
     def _whole(self, positions: Tensor | None, seen: Tensor | None, length: int) -> AttentionContext:
         size = self._padded(length)
         keys = packed = None
+        # Read before the engine moves the batch to the device, where a read would make the host wait.
         if seen is not None and not bool((seen != 0).all()):
             keys = functional.pad(seen != 0, (0, size - length))
         elif seen is None and positions is not None:  # as transformers does: positions that restart mean packing
@@ -256,6 +263,7 @@ class SequenceData:
         """
         length = x.shape[1]
         more = self._padded(length) - length
+        # transformers takes positions that begin again for a packed sequence.
         if more and continues:
             x = torch.cat([x, x[:, -1:] + torch.arange(1, more + 1, device=x.device)], dim=1)
         elif more:
@@ -368,6 +376,7 @@ class Forwards:
             return
         (whole, first), self._running = self._running, None
         self._kept = [kept for kept in self._kept if kept[2]() is not None]
+        # Without gradients nothing is recomputed, so this context is not needed later.
         if torch.is_grad_enabled():
             self._kept.append((first, _number(), weakref.ref(whole)))
         for one in tree_leaves(output):

@@ -135,6 +135,8 @@ class SequenceParallelRegions:
         if not self.is_plain and self._watch is None and mode not in self._watched:
             self._watched.add(mode)
             self._watch = PartWatch(lambda: self._call is not None)
+            # By hand, since the model's forward runs between two hooks. `_stop_watch` leaves the mode, also after an
+            # error.
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
 
     def _stop_watch(self, *_: object) -> None:
@@ -215,6 +217,7 @@ class SequenceParallelRegions:
     def _check_follows(self, stream: _Stream, block: RegionBlock, hidden: Tensor, length: int, is_again: bool) -> None:
         """Raise ValueError unless the input is the unchanged output of the block before."""
         last = None if stream.last is None else stream.last()
+        # A hook or a checkpoint may pass on a view of the output.
         is_same = last is not None and (hidden is last or hidden.data_ptr() == last.data_ptr())
         if (is_again or is_same) and hidden.shape[-2] * self._exchange.size == self._padded(length):
             return
@@ -260,6 +263,8 @@ class SequenceParallelRegions:
                         apart = _first_of(block, inner(*copy_states(args), **copy_states(kwargs)))
                     apart = self._all_of(apart, call.length, block.name)
                 except (RuntimeError, IndexError) as error:  # sizes that do not fit; they are the same on all ranks
+                    # These come on a single rank, or tell that a rank is lost: the ranks would not meet in the next
+                    # collective.
                     if isinstance(error, torch.OutOfMemoryError | CollectiveError):
                         raise
                     failed = error
@@ -273,6 +278,7 @@ class SequenceParallelRegions:
             for handle in watched:
                 handle.remove()
             self._randomness.restore(states)
+        # The next forward tries this block again.
         if failed is None and not bool(together.isfinite().all()):
             return  # the step reports values that are not finite
         self._tried.add(id(block.module))
@@ -352,6 +358,7 @@ class SequenceParallelRegions:
         """Gather all tokens, for columns and for equal use on ranks. Modules with the same input share them."""
         if self._brought is not None and self._brought[0]() is part:
             return self._brought[1:]
+        # In a tile (not is_cut) each rank has as many tokens, and the padding is among them.
         length = part.shape[-2] * self._exchange.size
         if is_cut:
             length = self._call.length if self._call is not None else self._length_in_backward(part)
@@ -362,6 +369,8 @@ class SequenceParallelRegions:
 
     def for_columns(self, x: Tensor, layer: nn.Module, name: str) -> Tensor | None:
         """Return the gathered input of a column split, or None if all ranks have the same x."""
+        # A module that was given all tokens passes on the joined tensor. Its columns need the gathered
+        # tensor: the backward sums that gradient over the ranks.
         if self._brought is not None and (x is self._brought[2] or x is self._brought[1]):
             return self._brought[1]
         if id(layer) in self._tiled:

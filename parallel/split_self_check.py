@@ -114,6 +114,7 @@ class SplitSelfCheck:
         handles: list[Any] = []
 
         def look(name: str, handle_at: int, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
+            # The module may run several times in a forward: its first call is compared.
             handles[handle_at].remove()
             kwargs = _without_caches(kwargs)
             with trying(module):
@@ -170,6 +171,7 @@ class SplitSelfCheck:
         is_narrow = any(param.itemsize < 4 for param in module.parameters())
         is_narrow = is_narrow or torch.is_autocast_enabled(_device_of(module).type)
         most = MOST_NARROW if is_narrow else _MOST
+        # No output of equal shape is infinitely far, and `check` then speaks of shapes.
         if (distance := max(distances, default=math.inf)) > most:
             self.distances[name] = distance
 
@@ -243,6 +245,7 @@ def _device_of(module: nn.Module) -> torch.device:
 
 def _without_values(module: nn.Module, experts: Sequence[nn.Module]) -> nn.Module:
     """Copy a module without memory for its parameters. Experts are shared with the original."""
+    # deepcopy takes this as its memo: it uses these objects and copies the rest.
     kept: dict[int, Any] = {id(param): nn.Parameter(torch.empty(0)) for param in module.parameters()}
     kept |= {id(one): one for one in experts}
     kept |= {id(buffer): buffer for buffer in module.buffers()}
@@ -265,6 +268,7 @@ def distance_of(found: Tensor, right: Tensor) -> float:
     """Return the relative distance of a tensor from the right one, by norms."""
     # A NaN in both, as behind a masked row, is no difference.
     found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
+    # Two tensors of zeros are equal.
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
 
 
@@ -286,8 +290,10 @@ def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, patc
 
 
 def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Tensor) -> None:
+    # The hook removes itself: the collective is for the first backward alone.
     handles.pop().remove()
     own = gradient.detach().double() if gradient.device.type != "mps" else gradient.detach().float()
+    # Relative to the sum of absolute values, since the plain sum may cancel to almost 0.
     sums = torch.stack([own.sum(), own.abs().sum()]).view(1, 2)
     found = exchange.gather(sums, 0, f"the first gradient of '{name}'")
     difference, size = (found[:, 0].max() - found[:, 0].min()).abs(), found[:, 1].max()

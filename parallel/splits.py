@@ -84,6 +84,7 @@ class LayerSplit:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Return whether a module is GPT-2's linear layer, with a weight of (in, out)."""
+    # By name, because transformers is optional and must not be imported for this.
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
@@ -95,6 +96,7 @@ def can_give_vocabulary(module: nn.Module) -> bool:
     """Return whether a module is a linear head, or an embedding whose output is its rows, perhaps scaled."""
     is_scaled = type(module).__name__.endswith("ScaledWordEmbedding")  # Gemma and Bart in transformers
     is_scaled &= isinstance(module, nn.Embedding) and type(module).__module__.startswith("transformers.")
+    # max_norm and scale_grad_by_freq depend on the ids, and a rank looks up row 0 for the ids of other ranks.
     if is_scaled or type(module) is nn.Embedding:
         return module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
     return is_linear(module)
@@ -157,9 +159,11 @@ def _split(
     return found
 
 
+# Attributes that hold the heads of an attention in transformers and in common repositories.
 _SIZES = ("head_dim", "key_value_proj_dim", "attention_head_size", "head_size", "d_kv")
 _COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "num_query_heads", "nhead")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "num_kv")
+# GPT-2 divides the output of c_attn by split_size, T5 reshapes to inner_dim.
 _WIDTHS = ("split_size", "inner_dim", "all_head_size", "embed_dim", "hidden_size")
 _GROUPS = ("num_key_value_groups", "n_rep")
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "query", "key", "value", "q", "k", "v"}
@@ -194,6 +198,7 @@ class Heads:
             size = max(widths) // count
         if size is None or not widths or any(width % size for width in widths):
             return None
+        # With grouped queries, the projection of queries is the widest and the projection of keys the narrowest.
         return cls(parent, size, max(widths) // size, min(widths) // size, frozenset(named or columns))
 
     def ranges(self, name: str, width: int, degree: int, has_parts: bool) -> list[tuple[int, int]]:
@@ -204,6 +209,8 @@ class Heads:
         if heads % degree == 0:
             step = heads // degree * self.size
             return [(place * step, (place + 1) * step) for place in range(degree)]
+        # Not for fused layers: shards with a common key head would differ in their queries, and `copies` finds equal
+        # shards only.
         if degree % heads == 0 and heads < self.queries and self.queries % degree == 0 and not has_parts:
             # Ranks with query heads beside each other share a key head: the one that these query heads use.
             kept = [place * heads // degree for place in range(degree)]
@@ -235,6 +242,7 @@ class Heads:
             (_GROUPS, self.queries // self.keys, queries // keys),
         ):
             for name in names:
+                # The name alone does not decide: hidden_size may be the width of the model or of all heads.
                 if self.module.__dict__.get(name) == whole != own:
                     yield name, own
 
@@ -294,6 +302,7 @@ def expanded(styles: dict[str, str], modules: dict[str, nn.Module]) -> dict[str,
 def name_of(name: str, modules: dict[str, nn.Module]) -> str:
     """Return the name of a layer, or of the adapter around it."""
     parts = name.split(".")
+    # A base layer is one level below its adapter (`base_layer`), a LoRA matrix two levels (`lora_A.default`).
     for up in (1, 2):
         outer = ".".join(parts[:-up])
         if outer in modules and is_lora(modules[outer]):

@@ -36,6 +36,7 @@ from ..model.recomputing import BufferValues, in_eval_mode
 from .splits import is_conv1d
 
 MIN_TILE = 256
+# "dense(gated)act" are the MLPs of T5.
 _NAMES = re.compile(r"mlp|feed_?forward|ffn|^ff$|dense(gated)?act", re.IGNORECASE)
 _TOLERANCE = 0.02  # relative to the largest value: products of other shapes sum in another order, also in bfloat16
 
@@ -123,8 +124,10 @@ def _is_mlp(name: str, module: nn.Module) -> bool:
         return False
     inner = [part for part in module.modules() if part is not module]
     return (
+        # With a single linear layer there is no tensor between input and output to save.
         sum(1 for part in inner if _is_linear(part)) >= 2
         and all(_acts_on_each_token(part) for part in inner)
+        # Nobody knows how a forward uses a parameter of the module itself.
         and not any(True for _ in module.parameters(recurse=False))
         and _takes_one(module)
     )
@@ -168,6 +171,7 @@ class _Work:
         for part in even_tiles(rows.shape[-2], self.tile):
             made = self._made(rows[..., part, :])
             if y is None:
+                # The width of the output is known from the first tile.
                 y = made.new_empty((*rows.shape[:-1], made.shape[-1]))
             y[..., part, :] = made
         assert y is not None

@@ -109,6 +109,7 @@ def _heads(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     of_blocks = {id(part) for _, block in find_blocks(model) for part in block.modules()}
     rows = {part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)}
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    # The head that the model names wins, even if its size differs from the embedding's rows.
     if own is not None:
         return [(name, part) for name, part in linear if part is own]
     return [(name, part) for name, part in linear if id(part) not in of_blocks and part.out_features in rows]

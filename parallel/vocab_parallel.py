@@ -102,6 +102,7 @@ class VocabParallelLogits:
             return call
         if name in ("dtype", "device", "requires_grad", "is_cuda", "layout", "is_meta", "grad_fn", "is_sparse"):
             return getattr(self.own, name)
+        # copy and pickle ask for such names. That must not gather.
         if name.startswith("__"):
             raise AttributeError(name)
         if name.endswith("_"):
@@ -258,11 +259,13 @@ class _CrossEntropy(torch.autograd.Function):
         is_own = (own >= 0) & (own < logits.shape[1]) & (target != ignore_index)
         most = logits.max(dim=1).values
         exponentials = (logits - most[:, None]).exp_()
+        # A rank without the target takes a valid index and gives 0 to the sum over ranks.
         chosen = logits.gather(1, own.where(is_own, 0)[:, None])[:, 0].where(is_own, 0)
         parts = exchange.gather(torch.stack([most, exponentials.sum(dim=1), chosen])[None], 0, "the loss of logits")
         overall = parts[:, 0].max(dim=0).values
         total = (parts[:, 1] * (parts[:, 0] - overall).exp()).sum(dim=0)
         losses = (overall + total.log() - parts[:, 2].sum(dim=0)).where(target != ignore_index, 0)
+        # They become the softmax over all ranks in the same memory.
         exponentials *= ((most - overall).exp() / total)[:, None]
         ctx.save_for_backward(exponentials, own, is_own, target != ignore_index)
         ctx.dtype = x.dtype

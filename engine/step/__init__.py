@@ -1,1 +1,1 @@
-"""The steps of training: what runs the model, sums of gradients, the update, and the schedules of rates."""
+"""The steps of training: runners of the model, sums of gradients, the update, and the schedules of rates."""

@@ -84,6 +84,7 @@ class AddedParameterGroups:
             self._check(param_group)
             check(param_group)
         self._check_ranks_agree(param_group)
+        # A group that is read beside the model stays full until the end of a step. Full memory cannot be divided.
         self._runner.passes.release_all()
         divisions = self._divisions({id(param) for param in param_group["params"]})
         with no_rank_alone(self._mesh.world, ADDING):
@@ -107,6 +108,7 @@ class AddedParameterGroups:
             own = [groups[plan.name] for plan in one.plans]
             if one.is_split:
                 self._move(one.group, own)
+            # A group that is taken as a whole keeps its memory: only its role changes, from frozen to updated.
             groups[one.taken.name].plan = one.taken
             parts = [part for group in one.unit.groups for part in (own if group is one.group else [group])]
             of_group = {id(gradient.group): gradient for gradient in one.unit.gradients}
@@ -138,6 +140,7 @@ class AddedParameterGroups:
                 raise ValueError(
                     f"{ADDING}: expected parameters of floating-point numbers, found '{name}' of {param.dtype}"
                 )
+            # So the check above also finds a parameter that stands twice in the new group.
             others[id(param)] = len(self._optimizer.param_groups)
         self._optimizer.check_options(param_group)
 
@@ -168,7 +171,7 @@ class AddedParameterGroups:
             now = [group.shard.nbytes for unit in self._runner.passes.units for group in unit.groups]
             self._shard_store.reserve([*now, *new])
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- pieces of `add` ------------------------------------------------------------------------------------------
 
     def _divisions(self, wanted: set[int]) -> list[_Division]:
         number = len(self._optimizer.param_groups)
@@ -201,8 +204,9 @@ class AddedParameterGroups:
 
     @torch.no_grad()
     def _move(self, old: ShardedGroup, new: Sequence[ShardedGroup]) -> None:
-        """Move the values of a group into new groups, of which the parameters become views."""
+        """Move the values of a group into new groups. The parameters become views of these."""
         old.gather()
+        # A gather in few bits has rounded values, and the new shards must begin with the exact values.
         old.make_exact()
         for group in new:
             for param_shard in group.param_shards:
@@ -212,8 +216,9 @@ class AddedParameterGroups:
         pending = [group.refresh() for group in new]
         for one in pending:
             one.wait()
+        # Ranks that share the new memory read it next, and another rank may still write its part.
         self._mesh.fence("the parameters of a group that was divided")
-        if old.frees_memory:  # else releasing would only remove the parameters' data, which the new groups need
+        if old.frees_memory:  # else releasing would only remove the parameters' data, and the new groups need it
             old.release()
         if self._shard_store is not None:
             self._shard_store.drop(old.offloadable.name)

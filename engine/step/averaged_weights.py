@@ -57,6 +57,7 @@ class AveragedWeights(StepFeature):
                     swap(averages, shown)
                 averages.are_shown = shown
 
+        # Outside of `try`: if this swap fails, there is nothing to swap back.
         swapped(True)
         features.turn_on(self)
         try:

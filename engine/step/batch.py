@@ -1,4 +1,4 @@
-"""Batches: split one into microbatches, move it to the device, call the model with it, find the loss in the output.
+"""Split a batch into microbatches, move it to the device, call the model with it, and find the loss in the output.
 
 `ModelCall` is the way of the engine; with `parallel.sequence` it gives the model this rank's part of the tokens.
 """
@@ -72,6 +72,7 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
         raise ValueError(
             f"batch: expected a number of rows that gradient_accumulation_steps ({count}) divides, found {total}"
         )
+    # The caller's object itself: `map_tensors` makes new containers, and a dictionary of any mapping.
     if count == 1:
         yield batch
         return
@@ -122,6 +123,8 @@ def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     try:
         return model(*args, **kwargs)
     except Exception as error:
+        # Frames of `_call_impl` have each module that the error came through, with its arguments. The last is the
+        # innermost.
         calls = [
             frame.f_locals
             for frame, _ in traceback.walk_tb(error.__traceback__)
@@ -131,6 +134,8 @@ def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             raise  # in a compiled forward no module is called
         module, args, kwargs = (calls[-1][name] for name in ("self", "args", "kwargs"))
         name = next((f"'{name}'" for name, part in model.named_modules() if part is module and name), "the model")
+        # Only if torch's text speaks of dtypes: a layer that casts its inputs may well take another dtype than its
+        # weights'.
         mismatch = _mismatch(module, [*args, *kwargs.values()]) if _SPEAKS_OF_DTYPES.search(str(error)) else None
         if mismatch is not None:
             weight, tensor = mismatch
@@ -166,7 +171,7 @@ def _brief(value: Any) -> str:
 def loss_of(output: Any, batch: Any, loss_fn: Callable[[Any, Any], Tensor] | None) -> Tensor:
     """Return the loss, (): loss_fn(output, batch), else the output itself, its `.loss`, ["loss"] or [0].
 
-    Raises ValueError if none of them is a tensor with a single element.
+    Raises ValueError if this is no tensor with a single element.
     """
     if loss_fn is not None:
         loss = loss_fn(output, batch)
@@ -237,13 +242,15 @@ class ModelCall:
         return forward() if self.sequences is None else self.sequences.run(ready, forward)
 
     def output(self, model: nn.Module, ready: Any) -> Any:
-        """Return the model's output, in which only the values that the loss needs may be read."""
+        """Return the model's output. Only the values that the loss needs may be read in it."""
         with nullcontext() if self._loss_fn is not None else loss_only():  # fused models then compute no logits
             return call(model, ready) if self.sequences is None else self.run(ready, lambda: call(model, ready))
 
     def loss(self, output: Any, ready: Any) -> Tensor:
         """Return the loss, (); for a part of the tokens, its share of the mean over all tokens."""
         factor = None if self.sequences is None else ready.factor
+        # No token of this part has a label, and a user's loss of no labels may be NaN. The backward must run all the
+        # same, since other ranks wait in its collectives.
         if factor == 0 and self._loss_fn is not None and (found := _differentiable(output)):
             return torch.stack([one.reshape(-1)[:0].sum() for one in found]).sum()  # 0, with the graph of the output
         loss = loss_of(output, ready, self._loss_fn)
@@ -264,6 +271,7 @@ class ModelCall:
 
         def whole(leaf: Any) -> Any:
             if isinstance(leaf, VocabParallelLogits):
+                # Detached first, so that the gather of the logits is no part of the graph.
                 leaf = leaf.detach().whole()
             if not isinstance(leaf, Tensor):
                 return leaf
@@ -308,6 +316,7 @@ def _replaced(value: Any, change: Callable[[Tensor], Tensor], seen: dict[int, An
         _replace_items(value, list(value.items()), replaced)
     elif isinstance(value, list):
         _replace_items(value, list(enumerate(value)), replaced)
+    # Outputs such as dataclasses. A module, a class or a Python module in an output is no result, and is not searched.
     elif hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type, ModuleType)):
         _replace_items(vars(value), list(vars(value).items()), replaced)
     return result
@@ -340,7 +349,7 @@ def _tensors(batch: Any) -> Iterable[Tensor]:
 
 
 def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Return a batch with each of its tensors replaced by `change` of it. Mappings become dictionaries."""
+    """Return a batch with `change(tensor)` in place of each tensor. Mappings become dictionaries."""
     if isinstance(batch, Tensor):
         return change(batch)
     if isinstance(batch, (tuple, list)):
@@ -363,7 +372,10 @@ def described(value: Any) -> Any:
 
 
 def of_whole(description: Any, size: int) -> Any:
-    """Return the description of a batch whose sequences `size` ranks share, from that of a part. See `SequenceData`."""
+    """Return the description of a whole batch, from that of a part: `size` ranks share its sequences.
+
+    See `SequenceData`.
+    """
     items = description.get("items", {})
     if size == 1 or "position_ids" not in items:
         return description

@@ -1,4 +1,4 @@
-"""Check that ranks that must be given the same batch were: stages of a pipeline, ranks that split layers or sequences.
+"""Check that stages of a pipeline, and ranks that split layers or sequences, were given the same batch.
 
 Ranks that split layers must also draw the same random numbers. Their generators start in the same state, and are
 compared with each batch, since a script may seed them again.
@@ -32,13 +32,14 @@ class BatchDifference(IntEnum):
 
 
 class BatchConsistencyCheck(StepFeature):
-    """Finds loaders that divide data by rank and world_size: such ranks would silently get different batches."""
+    """Finds loaders that divide data by rank and world_size, so that these ranks silently get different batches."""
 
     def __init__(self, parts: Parts, axes: Sequence[str]) -> None:
         self._accumulated = parts.steps.accumulated
         self._mesh = mesh = parts.mesh
         self._axes = tuple(axes)
         self._ranks = mesh.parallel_dims.ranks(mesh.world.rank, self._axes)
+        # Ranks of a split may have different random states if no layer draws.
         self._draws = mesh.axes[TENSOR].size > 1 and draws(parts.module)
         self._differs = BatchDifference.NOTHING  # in this step; over stages only
         self._found: Tensor | None = None  # (4,): on how many axes, then ranks, each of _KINDS differed since `read`
@@ -53,6 +54,7 @@ class BatchConsistencyCheck(StepFeature):
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         if PIPE in self._axes:
+            # Not raised at once, as in an evaluation: the sum of the step tells all ranks, and costs no message.
             self._differs = self.differ(batches)
             self._accumulated.is_void = self._differs is not BatchDifference.NOTHING
             self._accumulated.note_inconsistency(
@@ -80,6 +82,7 @@ class BatchConsistencyCheck(StepFeature):
         pipe, digest = self._mesh.axes[PIPE], _digest_of(batches)
         are_apart = self._draws and torch.is_grad_enabled() and self._generators_differ(what)
         digests = torch.zeros(pipe.size + 1, dtype=torch.int64)
+        # Each rank fills its place, so the sum over the axis is a gather of digests.
         digests[pipe.rank], digests[-1] = digest, are_apart
         *found, num_apart = self._mesh.peers.sum_on_host(digests, what).tolist()
         differ = any(other != digest for other in found)
@@ -123,8 +126,10 @@ class BatchConsistencyCheck(StepFeature):
         for name in self._axes:
             axis = self._mesh.axes[name]
             own = sent(torch.tensor([digest, generators if name == TENSOR else 0]), device)
+            # A copy, as `sum_small` overwrites its argument.
             differs |= (axis.transport.sum_small(own.clone(), what) != own * axis.size).long()
         anywhere = differs
+        # Ranks with another batch must learn of the difference too: all ranks raise together.
         if self._mesh.world.size > self._mesh.axes[self._axes[0]].size:
             anywhere = self._mesh.sum_small(differs.clone(), what)
         found = torch.cat([differs, anywhere])
@@ -178,6 +183,7 @@ def _digest_of(batches: Sequence[Any]) -> int:
     """Return a digest of the batches: of their shapes, and of their values on the CPU."""
     digest = zlib.crc32(repr(shapes_in(batches)).encode())
     for leaf in leaves(batches):
+        # Values on a device are left out: the host would wait for them.
         if isinstance(leaf, Tensor) and leaf.device.type == "cpu" and leaf.numel():
             values = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
             digest = zlib.crc32(values.numpy().data, digest)

@@ -45,6 +45,7 @@ class CallGuard:
         """
         if self.is_over or not self._lock.acquire(blocking=False):
             self.check(what)  # gives back a lost turn
+            # The turn may have been given back by `check`, if the error of a `loss.backward()` had left it behind.
             if not self._lock.acquire(blocking=False):
                 raise self._conflict(what)
         self._what, self._thread, self._is_lost = what, threading.current_thread(), is_lost
@@ -60,6 +61,7 @@ class CallGuard:
                 f"{what}: expected an open engine, found a closed engine (engine.close(), destroy() in "
                 "lowtide.deepspeed); call it before, or make another engine with initialize"
             )
+        # `_is_lost` also gives back the turn of a call that an error has ended. Then no thread has it.
         owner = None if self._is_lost() else self._thread
         if owner is not None and owner is not threading.current_thread():
             raise self._conflict(what)
@@ -96,6 +98,7 @@ def exclusive(method: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E,
         call_guard: CallGuard = self._call_guard
         call_guard.begin(what)
         try:
+            # The same as `of`, without the generators of two context managers: this runs several times in each step.
             before = call_guard.error_broadcast.enter(what)
             try:
                 return method(self, *args, **kwargs)

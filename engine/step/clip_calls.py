@@ -1,4 +1,4 @@
-"""Make torch's `clip_grad_norm_` work with reduced gradients, which are sharded over the ranks."""
+"""Make torch's `clip_grad_norm_` work with reduced gradients, although they are sharded over the ranks."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ def listen(clip: Clip) -> Callable[[], None]:
 
     def end() -> None:
         calls.listeners.remove(reference)
+        # If foreign code has replaced torch's function since, its replacement stays, and calls ours.
         if not calls.listeners and vars(clip_grad)[_NORM] is calls:
             vars(clip_grad)[_SCALE] = vars(clip_grad)[_SCALE].run
             vars(clip_grad)[_NORM] = calls.run
@@ -57,6 +58,7 @@ class _TotalNorm:
         foreach: bool | None = None,
     ) -> Tensor:
         gradients = [gradients] if isinstance(gradients, Tensor) else list(gradients)
+        # max_norm inf: this half only returns the norm. The second half clips.
         norm = self.ask(gradients, math.inf, norm_type, error_if_nonfinite)
         if norm is None:
             return self.run(gradients, norm_type, error_if_nonfinite, foreach)

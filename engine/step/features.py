@@ -92,8 +92,7 @@ class StepFeature:
         """Run when the caller asks for the update. Gradients are final."""
 
     def before_update(self) -> None:
-        """Run before the sum over ranks, which spreads doubts (`AccumulationState.note_inconsistency`). All ranks are
-        there."""
+        """Run on all ranks before their sum, to record a doubt (`AccumulationState.note_inconsistency`) for it."""
 
     def events(self) -> Sequence[bool]:
         """Return events of this rank, the same number on all ranks. The sum counts them over all ranks.
@@ -109,7 +108,7 @@ class StepFeature:
         """Raise on all ranks, if the doubt of a rank comes from this feature. All ranks call it."""
 
     def after_update(self, skipped: bool) -> None:
-        """Run after the update of the shards, or after float16 skipped it. All ranks are there."""
+        """Run on all ranks after the update of the shards, or after float16 skipped it."""
 
     def after_step(self, step: int, result: StepResult) -> None:
         """Run when `step` steps are done. If it raises SystemExit, the engine is closed."""
@@ -131,13 +130,16 @@ class StepFeature:
         return False
 
     def before_save(self) -> None:
-        """Before a checkpoint is written."""
+        """Run before a checkpoint is written."""
 
     def after_load(self, step: int) -> None:
-        """A checkpoint was loaded: the training goes on after so many steps."""
+        """Run when a checkpoint was loaded. step: the number of steps that the training continues from."""
 
     def close(self) -> None:
-        """The engine is closed. Those that are on, the last one first, each whatever becomes of the others."""
+        """Free what the feature has: the engine is closed. Also called for a feature that is off.
+
+        Features are closed in reverse order, and an error in a feature does not keep the rest from it.
+        """
 
 
 F = TypeVar("F", bound=StepFeature)
@@ -179,7 +181,7 @@ class StepFeatures:
         self._collect()
 
     def find(self, kind: type[F]) -> F | None:
-        """Return the engine's feature of a class, on or off; None if the engine has no such feature."""
+        """Return the engine's feature of a class, on or off; None if the engine has none of this class."""
         return next((one for one in self._made if isinstance(one, kind)), None)
 
     def get(self, kind: type[F]) -> F:
@@ -206,6 +208,7 @@ class StepFeatures:
         with ExitStack() as stack:  # if entering a context fails, the contexts before it are left
             for enter in self.around_forward:
                 stack.enter_context(enter())
+            # The caller leaves the contexts: without `pop_all` they would end here.
             return stack.pop_all()
 
     def close(self) -> None:
@@ -217,5 +220,7 @@ class StepFeatures:
         # The annotations of this class are the table of moments.
         for moment in StepFeatures.__annotations__:
             defined = [one for one in self._made if getattr(type(one), moment) is not getattr(StepFeature, moment)]
+            # `after_new_groups` also reaches features that are off: turned on later, they must know the present
+            # parameters.
             asked = [one for one in defined if one.is_on or moment == "after_new_groups"]
             setattr(self, moment, tuple(getattr(one, moment) for one in asked))

@@ -73,7 +73,7 @@ class GradientPlaceholders(StepFeature):
             self._final.put()
 
     def before_step(self) -> None:
-        """Clear the final gradients whose placeholders the caller has cleared, and remove the placeholders."""
+        """Remove the placeholders, and clear the final gradients of those that the caller has cleared."""
         if self._final.are_there and (cleared := self._final.take_out()):
             # Only refuses: a speculative update is rolled back later, on all ranks together.
             self._steps.update.refuse_more("zero_grad()")
@@ -105,7 +105,7 @@ class GradientPlaceholders(StepFeature):
             self.put()
 
     def between_steps(self, what: str) -> None:
-        """A step is none any more where the caller has cleared all of its final gradients."""
+        """Forget the step if the caller has cleared all final gradients. Then the call (what) comes between steps."""
         if not self._final.are_there:
             return
         cleared = self._final.take_out()

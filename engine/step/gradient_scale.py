@@ -41,6 +41,7 @@ def on_backward_start(listener: Listener) -> Callable[[], None]:
 
     def end() -> None:
         starts.listeners.remove(reference)
+        # If foreign code has wrapped ours since, ours stays inside its wrapper, and calls torch's function alone.
         if not starts.listeners and vars(torch.autograd)[_NAME] is starts:
             vars(torch.autograd)[_NAME] = starts.run
 
@@ -53,6 +54,7 @@ class _Starts:
         self.listeners: list[weakref.WeakMethod[Listener]] = []
 
     def __call__(self, roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
+        # A nested run (reentrant checkpointing) begins with gradients that have the factor already.
         if current_graph_task() < 0:
             # torch calls _engine_run_backward(roots, gradients, retain_graph, create_graph, inputs, ...).
             inputs = None if kwargs["accumulate_grad"] else args[3]
@@ -94,6 +96,7 @@ class GradientScale:
     def __init__(self, config: Config, data_size: int, loss_scaler: LossScaler, own: Iterable[nn.Parameter]) -> None:
         """data_size: the number of data-parallel ranks. own: the engine's parameters."""
         is_mean = config.gradient_allreduce_op == "mean"
+        # With the op "sum", gradients are added up over ranks, and averaged over microbatches alone.
         self._num_summed = (data_size if is_mean else 1) * (config.gradient_accumulation_steps or 1)
         self.loss_scaler = loss_scaler
         self._fixed = _fixed_part(config, data_size)
@@ -111,7 +114,7 @@ class GradientScale:
 
     @property
     def seed(self) -> float:
-        """Return the factor with which the backward of this microbatch begins."""
+        """Return the factor of the loss in the backward of this microbatch."""
         return self.loss_scaler.scale * self._fixed
 
     @property
@@ -121,13 +124,14 @@ class GradientScale:
 
     @property
     def is_given(self) -> bool:
-        """Return True in a backward whose loss was multiplied."""
+        """Return True in the backward of a loss that was multiplied."""
         return self._given is not None and self._given() is not None
 
     def mark_input(self, tensor: Tensor) -> Tensor:
         """Return an input of the engine that requires a gradient, as its forward must see it."""
         if self.seed == 1.0 or not torch.is_grad_enabled():
             return tensor
+        # A view, since the caller may use the same tensor beside the engine, where gradients have no factor.
         inside = tensor.view_as(tensor)
         inside.register_hook(lambda gradient: _Edge.apply(gradient, self, False))  # type: ignore[no-untyped-call]
         self._entered.append(get_gradient_edge(tensor).node)
@@ -142,6 +146,7 @@ class GradientScale:
         def marked(tensor: Tensor) -> Tensor:
             if isinstance(tensor, ChunkedLogits):
                 return tensor.mapped(made_outside)  # a loss of tiled logits has the graph of the hidden values
+            # A leaf has no node to mark. `begin` finds the parameters that a loss reads directly.
             return tensor if tensor.grad_fn is None else made_outside(tensor)
 
         def made_outside(tensor: Tensor) -> Tensor:
@@ -167,6 +172,7 @@ class GradientScale:
 
         Its backward gives the engine's parameters gradients of seed x loss, and other leaves those of the loss.
         """
+        # While a graph is captured the scale may be 1 by chance. Replays with another scale need the multiplication.
         if self.seed == 1.0 and self.on_device is None:
             return loss
         return cast(Tensor, _Applied.apply(loss, loss.grad_fn, self))  # type: ignore[no-untyped-call]
@@ -179,7 +185,7 @@ class GradientScale:
         return (gradient.to(wide) * self.on_device.to(wide)).to(gradient.dtype)
 
     def begin(self, roots: Sequence[Root], inputs: Sequence[Root] | None) -> Sequence[Root]:
-        """Return the roots with which a backward must begin. See `Listener`.
+        """Return the roots that a backward must begin with. See `Listener`.
 
         Raises StateError if only a part of the loss was passed through `scale`, and for `torch.autograd.grad` of
         parameters.
@@ -221,7 +227,7 @@ class GradientScale:
         return _below(node)
 
     def _is_own(self, node: Node) -> bool:
-        """Return True for an output of the engine, and for one of its parameters."""
+        """Return True for an output or a parameter of the engine."""
         return id(self) in _edges(node) or _is_leaf_of(node, self._own)
 
     def _has_applied(self, node: Node) -> bool:
@@ -234,6 +240,7 @@ class GradientScale:
         if not self.is_given:
             self._applied_in = current_graph_task()
             return cast(Tensor, _Edge.apply(gradient, self, True))  # type: ignore[no-untyped-call]
+        # This output lies below a given loss, whose multiplication at its start has reached it.
         if edge in self._given_edges:
             return gradient
         if edge in self._earlier_edges:
@@ -243,7 +250,7 @@ class GradientScale:
     def _begin_given(self, loss: Node | None) -> None:
         """Register hooks that divide the gradient of seed x loss at each edge to nodes outside of the engine."""
         self._applied_in = current_graph_task()
-        if not self.is_given:  # an error may have ended the last such backward without `_end_given`
+        if not self.is_given:  # an error may have ended the last given backward without `_end_given`
             self._forget_given()
         ways = _ways_out(loss, self._own, self)  # before the first hook changes the graph
         if self.on_device is not None and (ways.out or ways.back):
@@ -303,7 +310,7 @@ def hook_output(output: Any, hook: Callable[[Tensor], Tensor], hook_of_tiled: Ca
 class _Edge(torch.autograd.Function):
     """Multiplies or divides a gradient that enters or leaves the engine's part of the graph.
 
-    In a second backward (create_graph) the directions are reversed, so the seed is applied or removed there as well.
+    A second backward (create_graph) has the opposite direction, so the seed is also applied or removed in it.
     """
 
     @staticmethod
@@ -320,9 +327,9 @@ class _Edge(torch.autograd.Function):
 
 
 class _Outside(torch.autograd.Function):
-    """Marks an output of the engine. torch refuses a change in place, which would bypass the mark.
+    """Marks an output of the engine. torch refuses a change in place, as it would bypass the mark.
 
-    A loss, (), becomes a tensor of its own instead: loops that weigh it write `loss *= weight`.
+    A loss, (), becomes a separate tensor instead: loops that weigh it write `loss *= weight`.
     """
 
     @staticmethod
@@ -393,7 +400,7 @@ def _ways_out(loss: Node | None, own: Collection[int], scale: GradientScale) -> 
         )
 
     def below_outside(node: Node) -> Iterable[Node | None]:
-        entered.extend(chain(*_edges(node).values()))  # past another engine, this one may come again
+        entered.extend(chain(*_edges(node).values()))  # past another engine, this engine may come again
         return () if _edges(node) else _below(node)
 
     outside = _reached([loss], below_outside)
@@ -455,6 +462,7 @@ def _below(node: Node) -> Iterable[Node | None]:
 
 def _reached(starts: Iterable[Node | None], below: Callable[[Node], Iterable[Node | None]] = _below) -> set[Node]:
     """Return the nodes and all nodes below them."""
+    # A loop and no recursion: graphs are deeper than Python's stack.
     found, waiting = set[Node](), list(starts)
     while waiting:
         node = waiting.pop()

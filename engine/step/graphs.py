@@ -6,22 +6,23 @@
     replayed   features | inputs to static tensors | replay | the kept state of the gradients | loss noted
 
 The hooks of `zero/hooks.py` run while a graph is captured. A replay repeats their device work at the same addresses,
-and `GroupGradient.restore` sets what they would have left on the host. Units end each backward as they began it.
+and `GroupGradient.restore` sets the state that they would have left on the host. Units end each backward as they began
+it.
 
 A graph is valid for a batch of the same shapes, in a step that has had the same gradients at the same addresses, with
 the same modules in training and the same frozen parameters (`Case`). The first `WARM_UP` microbatches of a case are
 eager: libraries allocate and compile then. Ranks exchange their cases before each microbatch, since NCCL wants a
 collective to be captured, and replayed, by all of its ranks.
 
-Of all that changes between replays, such a graph reads two things from the device: the loss scale
+Two things that change between replays are on the device, and the graph reads them: the loss scale
 (`GradientScale.on_device`), and the state of the device's generator, which torch registers with each graph.
 
 The sum over ranks with the norm stays outside. The graph of an update has Triton's launches and the gathers behind
 them. On the device it reads the factor, the skip flag, and the numbers that follow from step and learning rates
 (`UpdateLaunches`). It is valid for the gradients of a graph of a microbatch (`UpdateGraphs`).
 
-All graphs share a pool of memory. The gradients of one graph may lie where an earlier graph has its activations. That
-is safe: a graph that is replayed while these gradients are in use was captured after them.
+All graphs share a pool of memory. A graph may have its gradients at the addresses of an earlier graph's activations.
+That is safe: a graph that is replayed while these gradients are in use was captured after them.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def are_possible(blueprint: Blueprint, world: World) -> bool:
 
 
 class ReplayedSequence(UnitSequence):
-    """A sequence whose backward may be a replay: then `Steps` counts it, and the host gathers and reduces nothing."""
+    """A sequence that may replay a backward: then `Steps` counts it, and the host gathers and reduces nothing."""
 
     is_replayed = False
 
@@ -110,7 +111,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Graph:
-    """The graph of a microbatch. inputs: its static tensors. loss: () of the last replay. after: what it leaves."""
+    """The graph of a microbatch. inputs: its static tensors. loss: (), of the last replay. after: the final state."""
 
     graph: Any
     inputs: Sequence[Tensor]
@@ -142,7 +143,7 @@ class UpdateGraphs:
         """By the case of the last microbatch, which is the same on all ranks."""
         self.case: Case | None = None
         """Of the last microbatch; None: it was eager."""
-        # What all graphs hold for: addresses of states, options by parameter group, and steps that parameters missed.
+        # All graphs are valid for these: addresses of states, options by group, and steps that parameters missed.
         self._addresses: list[int] = []
         self._groups: list[int] = []
         self._missed: dict[int, int] = {}
@@ -159,6 +160,7 @@ class UpdateGraphs:
     ) -> None:
         """Do `ShardedOptimizer.update_all`, eagerly unless the gradients are those of a graph."""
         graph, case = None, self.case
+        # An update consumes the case: without another replay the gradients are not those of a graph.
         self.case = None
         if skip is None:
             self._say(f"updates run eagerly: {self._optimizer.kind} waits for the norm on the host")
@@ -171,7 +173,9 @@ class UpdateGraphs:
             return
         assert isinstance(gradient_scale, Tensor) and skip is not None
         self._optimizer.begin_step()
+        # After `begin_step`, which counts this step: bias corrections and learning rates follow from its number.
         graph.launches.fill(self._optimizer.num_steps)
+        # The graph reads the factor and the flag at these addresses, and this step has computed them elsewhere.
         torch._foreach_copy_([graph.factor, graph.skip], [gradient_scale, skip])
         graph.graph.replay()
         graph.launches.note_changes()
@@ -208,6 +212,7 @@ class UpdateGraphs:
         self, launches: UpdateLaunches, shards: Sequence[ShardState], factor: Tensor, skip: Tensor
     ) -> _UpdateGraph:
         # Triton compiles and loads now, outside of the capture. `skip` is not 0: nothing changes.
+        # + 1: `begin_step` has not counted the step yet.
         launches.fill(self._optimizer.num_steps + 1)
         launches.run(factor, skip, lambda number: None)
         graph, pending = self._torch.CUDAGraph(), list[Pending]()
@@ -216,6 +221,7 @@ class UpdateGraphs:
             if shards[number].group.axes.are_refreshed:
                 pending.append(shards[number].group.refresh(is_update=True))
 
+        # Thread-local: a loader that pins memory, or a checkpoint's writer, may call the device during a capture.
         with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             launches.run(factor, skip, send)
             for one in pending:
@@ -245,7 +251,7 @@ class GraphRunner(ModelRunner):
         self._sequence = passes
         self._mesh = mesh
         self._torch = graphs_of(mesh.world.device)
-        self._pool = self._torch.graph_pool_handle()  # without it each graph would keep memory of its own
+        self._pool = self._torch.graph_pool_handle()  # without it each graph would keep separate memory
         self._max_graphs = max_graphs
         self.graphs: dict[Case, _Graph] = {}
         """Those that are captured."""
@@ -261,7 +267,9 @@ class GraphRunner(ModelRunner):
         patches.callback(self._forget)
 
     def train(self, steps: Steps, batch: Any) -> None:
+        # After a backward by hand in the same step the gradients are in a state that no graph knows.
         self._now = 0 if not steps.accumulated.num_begun else None
+        # In each step, as `Steps.register_groups` makes another `StepUpdate` after a group was added.
         steps.update.update_all = self.updates.update_all
         addresses = [group.shard.data_ptr() for unit in self.passes.units for group in unit.groups]
         if addresses != self._addresses or self.updates.have_moved():
@@ -290,7 +298,7 @@ class GraphRunner(ModelRunner):
         super().register_groups(units)
         self._forget()
 
-    # -- which graph ----------------------------------------------------------------------------------------------
+    # -- the choice of a graph ------------------------------------------------------------------------------------
 
     def _why_eager(self, steps: Steps, ready: Any) -> str:
         """Return why no graph can have this microbatch; "" if one can."""
@@ -314,6 +322,7 @@ class GraphRunner(ModelRunner):
         if case in self.graphs:
             return True
         texts = tuple(text for text, _ in case)
+        # Counted without the state of the gradients: warm-up is about allocations and compilers, not about sums.
         self._times[texts] += 1
         if _EAGER in texts or any(now is None for _, now in case) or self._times[texts] <= WARM_UP:
             return False
@@ -356,6 +365,7 @@ class GraphRunner(ModelRunner):
         if steps.scale.can_differ_from_1:
             if self._seed is None:
                 self._seed = torch.zeros((), dtype=torch.float64, device=self._mesh.world.device)
+            # A fill outside of the graph: the loss scale may have changed since the capture.
             self._seed.fill_(steps.scale.seed)
 
         def run() -> None:
@@ -403,6 +413,7 @@ class GraphRunner(ModelRunner):
             raise first from None
         finally:
             steps.scale.on_device = None
+            # Again, since eager backwards must not run on the stream of the capture.
             self._find_accumulators()
         logger.info(
             "compile.graphs: captured microbatch %d of a step, with inputs %s (graph %d of %d)",

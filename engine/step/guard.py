@@ -40,6 +40,8 @@ class ParameterFingerprints:
     def remember(self) -> None:
         """Remember the values at the end of a step."""
         self._covered = []
+        # An unread comparison of this step names the changed parameter from the last values, so these are not
+        # overwritten.
         is_looked_at = self._looks and any(values is self._memory for values, _ in self._looks)
         if self._samples and (is_looked_at or not self._memory):
             with torch.inference_mode(False):  # else the next step could not write to it
@@ -66,6 +68,7 @@ class ParameterFingerprints:
         if self._looks and self._looks[-1][0] is self._values:
             _, earlier = self._looks.pop()
             changed = zip(self._values, earlier, now, strict=True)
+            # A difference that an earlier microbatch has seen stays, also if the caller has undone the change since.
             now = [torch.where(then != old, then, last) for old, then, last in changed]
         self._looks.append((self._values, now))
         differs += [] if self._seen is None else [self._seen]
@@ -151,6 +154,7 @@ class ModelGuard(StepFeature):
     def after_new_groups(self) -> None:
         groups = [group for unit in self._parts.runner.passes.units for group in unit.groups]
         copies_are_shared = any(group.axes.copies_are_shared for group in groups)
+        # A delayed update reaches the parameters in any call that flushes it, not in steps alone.
         only_steps_change = Timing.of(self._parts.config) is not Timing.DELAYED
         members = [(group, name, p) for group in groups for name, p in group.plan.params]
         self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
@@ -159,8 +163,10 @@ class ModelGuard(StepFeature):
         # "With a copy" of the table: shared or sharded with other ranks, or rounded from wider masters.
         watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
         self._watched = [(name, param) for group, name, param in members if id(group) in watched]
+        # With all names of tied parameters: `_check_places` finds the name that was tied later.
         self._places = dict(self._module.named_parameters(remove_duplicate=False))
         self._modules = _Modules(self._module)
+        # Groups that are sharded between steps have no values to look at.
         readable = [group for group in groups if id(group) in watched and not group.plan.sharding.parameters]
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
@@ -185,8 +191,11 @@ class ModelGuard(StepFeature):
     def after_update(self, skipped: bool) -> None:
         """Mark the parameters as changed: autograd refuses a backward of earlier graphs, as after a step of torch."""
         if not skipped:
+            # An update writes flat buffers. Autograd does not see that the parameters, which have separate versions,
+            # change.
             torch.autograd.graph.increment_version(self._updated)
             for index, by in enumerate(self._grows):
+                # The increment above is no change by the caller.
                 self._versions[index] += by
         self.values.remember()
         if self._shares_values:  # else a rank that is ahead may change values while they are remembered here

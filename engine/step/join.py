@@ -1,4 +1,4 @@
-"""Ranks whose data end at different times: a rank without data takes part in the steps of the others."""
+"""Let ranks run out of data at different times: a rank without data takes part in the steps of the other ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ NO_JOIN_OF_EXPERTS = (
 
 
 class Join:
-    """Tells ranks without data which collectives the ranks with data start next.
+    """Tells ranks without data the next collectives of the ranks with data.
 
         rank 0, with data    F B step   F B step   F B step   F B step   leaves
         rank 1               F B step   F B step   leaves
@@ -104,6 +104,7 @@ class Join:
             return size
         if not self.is_open:
             self.check_outside(f"{call.value} of another engine")
+        # Inside of `together` the ranks have agreed, and a rank without data repeats a call on which they have agreed.
         if not self.is_open or not self._has_data or self._is_together:
             return size
         met = self._agree(call)
@@ -147,6 +148,7 @@ class Join:
 
     def _agree(self, call: Call | None) -> tuple[Call, int] | None:
         """Return the next call of the ranks with data, and their number; None if no rank has data. A collective."""
+        # A count for each kind of call: ranks without data add nothing, and two kinds show ranks that disagree.
         mine = torch.tensor([call is one for one in _CALLS], dtype=torch.int64, device=self._mesh.world.device)
         counts = self._mesh.sum_small(mine, "the meeting of ranks in engine.join()").tolist()
         found = [(one, count) for one, count in zip(_CALLS, counts, strict=True) if count]

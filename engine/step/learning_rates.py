@@ -88,13 +88,16 @@ class LearningRates(StepFeature):
         return found
 
     def check_takes(self, group: Mapping[str, Any]) -> None:
-        """Raise ValueError if the caller's scheduler fails with another parameter group. A copy of it is tried."""
+        """Raise ValueError if a copy of the caller's scheduler fails with another parameter group."""
         bound = getattr(self.scheduler, "optimizer", None)
         if bound is None:
             return
+        # Copies of the groups, into which the copy of the scheduler may write.
         groups = [{**one, "params": []} for one in (*self._optimizer.param_groups, group)]
         other = SimpleNamespace(param_groups=groups, defaults=bound.defaults, step=bound.step, _opt_called=True)
         try:
+            # The memo puts the stand-in where the scheduler refers to the optimizer, which is neither copied nor
+            # changed.
             copy.deepcopy(self.scheduler, {id(bound): other}).step()
         except Exception as error:
             raise ValueError(
@@ -148,6 +151,8 @@ class LearningRates(StepFeature):
         """
         if "lr" not in restore_options(self._optimizer.param_groups, saved["options"], then, now):
             self._base = list(saved["base"])
+        # The config has another lr than the saved run. torch's schedulers compute a rate from the last rate, so both
+        # scale.
         elif hasattr(self.scheduler, "base_lrs"):
             self._scale_scheduler(saved["options"], now["lr"] / then["lr"])
         self.apply()
@@ -189,6 +194,7 @@ class TrainingState:
         self.global_step = saved["global_step"]
         self._loss_scaler.load_state_dict(saved["loss_scaler"])
         then, now = ((values.get("optimizer") or {}).get("params", {}) for values in (config, self._config.as_dict()))
+        # The schedule reads the optimizer's number of steps, which `Checkpointer.load` has set.
         self.learning_rates.load_state_dict(saved["learning_rates"], then, now)
 
     def restore_client_state(self, saved: Mapping[str, Any]) -> None:

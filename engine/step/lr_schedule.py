@@ -1,7 +1,7 @@
 """The config's learning rates as functions of the number of optimizer steps already taken.
 
 t = optimizer steps already taken, so the first update uses t = 0. w = warmup_num_steps, T = total_num_steps. Formulas
-of torch's schedulers are torch's own; those of DeepSpeed are here (its lr_schedules.py; OneCycle: arXiv 1803.09820).
+of torch's schedulers are in torch; those of DeepSpeed are here (its lr_schedules.py; OneCycle: arXiv 1803.09820).
 
 [Note: DeepSpeed's first step] DeepSpeed's warm-ups advance after the update, starting from "before the first
 iteration", so the updates t = 0 and t = 1 both use iteration i = 0: i = max(t - 1, 0). This is kept, so that an
@@ -40,6 +40,7 @@ def schedule_of(section: SchedulerConfig) -> Schedule:
     if isinstance(params, ConstantParams):
         return _after_warmup(section.type, params)
     if isinstance(params, CosineAnnealingWarmRestartsParams):
+        # Over a length of 1 the closed form of CosineAnnealingLR takes the position in the period as its step.
         length, times, cosine = params.T_0, params.T_mult, _torchs("CosineAnnealingLR", T_max=1, eta_min=params.eta_min)
         return lambda base_lr, step: cosine(base_lr, _share_of_period(length, times, step))
     deepspeeds = _DEEPSPEEDS.get(section.type)
@@ -74,6 +75,7 @@ def _torchs(kind: str, **params: Any) -> Callable[[float, float], float]:
     """Return torch's scheduler in its closed form: a checkpoint may continue at any step, and a skipped update does not
     count.
     """
+    # torch's scheduler needs an optimizer, but its closed form reads only the base and the step, which `rate` sets.
     made: Any = getattr(lr_scheduler, kind)(torch.optim.SGD([torch.empty(0)]), **params)
 
     def rate(base_lr: float, step: float) -> float:
@@ -108,6 +110,7 @@ def _after_warmup(kind: str, params: ConstantParams) -> Schedule:
             decay = _torchs("CosineAnnealingLR", T_max=decay_steps, eta_min=end)
 
     def rate(base_lr: float, step: int) -> float:
+        # `min`: beyond T_max the cosine would rise again.
         return base_lr * (step / warmup if step < warmup else decay(1.0, min(step - warmup, decay_steps)))
 
     return rate
@@ -118,6 +121,7 @@ def _after_warmup(kind: str, params: ConstantParams) -> Schedule:
 
 def _warmup(iteration: int, params: WarmupLRParams | WarmupCosineLRParams) -> float | None:
     """Return ln(i + 1) / ln(w) (log) or i / w (linear) for i < w, with w at least 2; None after the warm-up."""
+    # At least 2, as in DeepSpeed: ln(1) = 0 cannot divide.
     warmup_steps = max(2, params.warmup_num_steps)
     if iteration >= warmup_steps:
         return None
@@ -143,7 +147,7 @@ def _warmup_lr(params: WarmupLRParams, base_lr: float, step: int) -> float:
 def _warmup_cosine_lr(params: WarmupCosineLRParams, base_lr: float, step: int) -> float:
     """r0 + (1 - r0) x warm-up for i < w; then c + (1 - c) x (1 + cos(pi x min(1, (i - w + 1) / max(1, T - w)))) / 2.
 
-    r0 = warmup_min_ratio, c = cos_min_ratio. The update t = 0, for which DeepSpeed takes 0 whatever r0 is, takes r0.
+    r0 = warmup_min_ratio, c = cos_min_ratio. The update t = 0 takes r0, though DeepSpeed takes 0 for any r0.
     """
     iteration = max(step - 1, 0)  # see [Note: DeepSpeed's first step]
     low, factor = params.warmup_min_ratio, _warmup(iteration, params)
@@ -193,6 +197,7 @@ def _height(params: OneCycleParams, step: int) -> float:
     stairs = params.cycle_first_stair_count
     if not is_first and params.cycle_second_stair_count is not None:
         stairs = params.cycle_second_stair_count
+    # 1e-9: rounding may leave a whole number of stairs just below it.
     return math.floor(height * stairs + 1e-9) / stairs if stairs else height
 
 

@@ -26,7 +26,7 @@ from .steps import Steps
 
 
 class ImplicitBackward:
-    """Makes each `loss.backward()` what `engine.backward` is. See `UnitSequence.set_listeners`.
+    """Makes each `loss.backward()` do the same as `engine.backward`. See `UnitSequence.set_listeners`.
 
     It holds the engine's turn until autograd has ended.
     """
@@ -45,15 +45,18 @@ class ImplicitBackward:
         def hook(gradient: Tensor) -> None:
             self._losses[current_graph_task()] = loss
 
+        # A view: if the seed is 1, `scaled` is the caller's loss, whose other uses must not run the hook.
         own = scaled.view_as(scaled)
         own.register_hook(hook)  # type: ignore[no-untyped-call]
         return own
 
     def begin(self, arrived: nn.Parameter | None) -> None:
-        # Until `end`, which autograd calls: a user's code in between is inside of a call of the engine.
+        # Until autograd calls `end`: a user's code in between is inside of a call of the engine.
         self._call_guard.begin("loss.backward()", self._is_lost)
         try:
             self._progress.enter(Activity.BACKWARD, self._steps.accumulated.num_microbatches)
+            # Autograd may have filled a `grad` before it reached a unit. `begin_backward` would take it for a gradient
+            # that the caller has put in the place of a placeholder.
             with self._shown.set_aside(arrived):
                 self._steps.begin_backward()
         except BaseException:
@@ -75,12 +78,14 @@ class ImplicitBackward:
             self._call_guard.end()
 
     def abort(self) -> None:
+        # First, so that the turn is free even if the abort raises.
         self._call_guard.end()
         # The error itself has gone to the user from `loss.backward()`, past the engine.
         self._steps.abort_backward(StateError("loss.backward() was ended by an error"))
 
     def _is_lost(self) -> bool:
         """Return True if autograd ended without calling `end`. The turn is given back then."""
+        # Autograd calls nothing back after an error: see [Note: what autograd runs] in `zero/sequence.py`.
         if not self._passes.has_lost_backward():
             return False
         self.abort()
@@ -142,6 +147,8 @@ class ModelRunner:
     def forward(self, steps: Steps, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         def output() -> Any:
             ready = self.model_call.ready_by_hand(args, kwargs, steps.scale.mark_input)
+            # Positional inputs are prepared apart: ranks that share sequences need the names of inputs, and have none
+            # of these.
             own = self.model_call.prepared(steps.scale.mark_input)(args)
             return self.model_call.run(ready, lambda: forward(self._module, own, ready)), ready
 
@@ -180,6 +187,7 @@ class ModelRunner:
         self._implicit = ImplicitBackward(self.passes, steps, call_guard, self._progress)
         implicit = self._implicit
         self.passes.set_listeners(steps.begin_use, implicit.begin, implicit.end, implicit.abort)
+        # Else torch's function is not replaced: a seed of 1 needs no search of graphs.
         if steps.scale.can_differ_from_1:
             self._patches.callback(on_backward_start(steps.scale.begin))
 
@@ -189,6 +197,7 @@ class ModelRunner:
                 steps.backward(lambda: None)  # all units count as unused
             return
         with torch.set_grad_enabled(call is Call.FORWARD):
+            # An empty forward: only its rounds of gathers, in which the ranks with data need this rank's shards.
             self.passes.begin_forward()
             self.passes.end_forward(keeps_graph=call is Call.FORWARD)
 

@@ -72,6 +72,8 @@ class OffloadedStates(StepFeature):
             with steps.apart(Activity.WEIGHTS, Access.READS):
                 parts.runner.passes.release_all()
         freed = 0
+        # Before the first copy: if the host is full at a later kind, earlier kinds have left, and calls must be
+        # refused.
         steps.features.turn_on(self)
         for kind in asked:
             if kind not in self._memory:

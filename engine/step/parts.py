@@ -46,5 +46,5 @@ class Parts:
     memory_prediction: Prediction | str  # for a memory report; or why it cannot be predicted
     model_flops: ModelFlops | None  # of the whole model, if monitors are on
     trial: StepFeature | None  # of `lowtide tune`: it ends the script after some steps
-    archive: Archive = field(init=False)  # the engine's; another one after each added group of parameters
+    archive: Archive = field(init=False)  # the engine's; a new archive after each added group of parameters
     save: weakref.WeakMethod[Callable[[str], str]] = field(init=False)  # Engine.save_checkpoint

@@ -135,6 +135,7 @@ class PipelineRunner(StepFeature):
         ValueError on all ranks.
         """
         given = list(self.model_call.microbatches_of(batch, steps.accumulated.accumulation))
+        # Both checks come before the first message: a rank that raises later leaves its partners waiting.
         steps.accumulated.check_whole(len(given))
         self._check_in_step()
         self._mesh.world.progress.enter(Activity.PIPELINE)
@@ -145,12 +146,16 @@ class PipelineRunner(StepFeature):
 
         def run() -> list[Tensor]:
             if steps.accumulated.is_void:
+                # Other data-parallel ranks compute. Their gathers and reductions need this rank, with zeros for
+                # gradients.
                 return self._training.pass_by()
             with self._turns.of_step(len(ready)) if self._turns is not None else nullcontext():
                 return self._training.run(ready, steps.scale.apply)
 
         with self._remembers_failure():
             losses = steps.backward(run, len(given))
+        # A stage that failed has sent zeros in place of its output, so that no partner waits. The sum of the step tells
+        # all.
         if _is_void(self._training):
             steps.accumulated.note_inconsistency(self, torch.ones((), dtype=torch.bool, device=self._mesh.world.device))
         steps.accumulated.losses.extend(losses)
@@ -177,6 +182,7 @@ class PipelineRunner(StepFeature):
         try:
             with self._remembers_failure():
                 losses = self._evaluation.run([self.model_call.ready(batch, steps.scale.mark_input)])
+            # An evaluation has no sum of a step that would spread the failure.
             own = torch.full((1,), _is_void(self._evaluation), dtype=torch.int64, device=self._mesh.world.device)
             if self._mesh.sum_small(own, "the outcome of an evaluation").item():
                 self._explain(self._evaluation)
@@ -195,6 +201,7 @@ class PipelineRunner(StepFeature):
         failure = executor.failure
         own = None if failure is None else f"{type(failure).__name__}: {failure} ({'; '.join(failure.__notes__)})"
         found = self._mesh.world.gather_objects((executor.difference, own))
+        # This rank raises its error as it is, with the traceback of its stage.
         if failure is not None:
             raise failure
         for rank, (_, text) in enumerate(found):

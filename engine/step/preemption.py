@@ -58,7 +58,7 @@ class Preemption:
         self._is_armed = True
 
     def leave(self) -> None:
-        """Prepare to leave after the signal reached some rank: this rank's own signal may still come.
+        """Prepare to leave after the signal reached some rank: the signal of this rank may still come.
 
         It is noted whenever it comes, and ignored while the interpreter ends; else a launcher would see a killed rank.
         """
@@ -84,6 +84,7 @@ class Preemption:
         before = self._before[number]
         if self._is_armed:
             self.noted = number
+            # `disarm` does nothing while the process leaves, but a second signal must reach the handler of before.
             self._is_leaving = False
             self.disarm()
             if self._says_so:  # not the logger, which may be in the middle of a line
@@ -91,6 +92,7 @@ class Preemption:
                 os.write(2, f"lowtide: {name}: the step is finished and saved; a second one acts at once\n".encode())
         elif callable(before):  # another handler has called us
             before(number, frame)
+        # Python's name for the default action is no function. So the default is set, and the signal is sent again.
         elif before != signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -123,6 +125,7 @@ class DueCheckpoints(StepFeature):
         save_failed, is_preempted, is_interrupted = self._counts
         if save_failed:
             try:
+                # A collective: the sum of the step has counted the failure, so all ranks come here.
                 self._parts.archive.checkpoints.wait()  # raises the error of the background save
             except CheckpointError as error:
                 if not is_preempted:
@@ -137,6 +140,8 @@ class DueCheckpoints(StepFeature):
             self._stop.leave()
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, step, wanted.folder)
+            # 0 after SIGTERM, since the training can continue from the checkpoint. 130 after Ctrl-C, as a shell
+            # expects.
             raise SystemExit(128 + signal.SIGINT if is_interrupted else 0)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The interface of the runners, which run the forwards and backwards of an engine."""
+"""The interface of the runners: they run the forwards and backwards of an engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Runner(Protocol):
 
     @property
     def passes(self) -> UnitPasses:
-        """Return this rank's units, which hooks or the schedule take through forward and backward."""
+        """Return this rank's units. Hooks or the schedule take them through forward and backward."""
 
     @property
     def whole(self) -> UnsplitModel:
@@ -59,7 +59,7 @@ class Runner(Protocol):
         """Return the output of the model. Raise ValueError if this rank has a part of the model."""
 
     def run(self, steps: Steps, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return function(*args, **kwargs), which may call the model or parts of it.
+        """Return function(*args, **kwargs). The function may call the model or its parts.
 
         Raises ValueError if ranks have parts of the model or of its inputs.
         """

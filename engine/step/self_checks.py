@@ -31,6 +31,7 @@ class SequenceCheck(StepFeature):
         return None if sequences is None else cls(sequences, parts)
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
+        # A forward with batches that differ between stages would send messages that do not fit.
         if not self._steps.accumulated.is_void:
             self.before_evaluation(batches[0])
 
@@ -52,7 +53,7 @@ class SplitCheck(StepFeature):
     """Checks in a forward of the first microbatch that split layers compute the same as whole layers. See
     `SplitSelfCheck`.
 
-    All ranks check together. Raises ValueError on all of them.
+    All ranks check together, and raise ValueError together.
     """
 
     def __init__(self, trial: SplitSelfCheck, parts: Parts) -> None:
@@ -70,6 +71,7 @@ class SplitCheck(StepFeature):
         self._parts.steps.begin_use()
         sequences = self._parts.runner.model_call.sequences
         around_copy = nullcontext if sequences is None else sequences.around_copy
+        # Eval mode: this additional forward must not count in running means.
         with in_eval_mode(self._parts.module), self._trial.compared(around_copy):
             output()
         self._judge()

@@ -72,14 +72,15 @@ class StepGradients:
         self._check_is_complete(what)
         self._check_can_clip(what, max_norm, norm_type)
         with self._steps.join.together(Call.CLIPPING) as num_ranks:
-            if num_ranks < self._mesh.world.size:  # ranks without data do not know the arguments
+            # Ranks without data do not know the arguments. They receive them in `clip_without_data`.
+            if num_ranks < self._mesh.world.size:
                 self._mesh.world.gather_objects((max_norm, norm_type, error_if_nonfinite))
             return self._clip(max_norm, norm_type, error_if_nonfinite)
 
     def clip_values(self, clip_value: float) -> None:
         """See `Engine.clip_grad_value_`."""
         what = "engine.clip_grad_value_()"
-        if not clip_value >= 0:
+        if not clip_value >= 0:  # and not `<`, which is False for NaN too
             raise ValueError(f"{what}: expected a clip_value of 0 or more, found {clip_value:g}")
         self._check_is_complete(what)
         self._check_is_held(
@@ -96,11 +97,11 @@ class StepGradients:
         told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)
         self._clip(*told)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- pieces of the calls above --------------------------------------------------------------------------------
 
     def _clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         clipping, earlier = Clipping(max_norm, is_by_hand=True), self._steps.accumulated.clipping_by_hand
-        # Without a wait for the device: `SummedStep.factor_and_skip` computes the factor there.
+        # Without a wait for the device, since `SummedStep.factor_and_skip` computes the factor on it.
         if norm_type == 2.0 and not error_if_nonfinite and earlier is None and self._mesh.world.device.type != "cpu":
             norm_there = self._norm_on_device()
             self._clip_by(clipping)
@@ -112,6 +113,7 @@ class StepGradients:
                 f"engine.clip_grad_norm_(): expected a finite total norm, found {norm}: a gradient is not finite. With "
                 "error_if_nonfinite=False engine.step() names the parameter, or in float16 skips the step"
             )
+        # Then the sum of the step has this same norm, and the device computes the factor. Else the factor is fixed now.
         keeps_limit = norm_type == 2.0 and earlier is None
         self._clip_by(clipping if keeps_limit else Clipping(fixed=clipped * clipping.factor(norm)))
         return torch.tensor(norm, dtype=self._norm_dtype, device=self._mesh.world.device)
@@ -128,7 +130,7 @@ class StepGradients:
 
     @property
     def _norm_dtype(self) -> torch.dtype:
-        """Return the dtype in which callers see a norm."""
+        """Return the dtype of norms for callers."""
         dtypes = {loss.dtype for loss in self._steps.accumulated.losses}
         dtypes |= {gradient.accumulation_dtype for gradient in self._steps.gradients}
         return torch.float64 if torch.float64 in dtypes else torch.float32
@@ -144,6 +146,7 @@ class StepGradients:
         gradients, sums = self._steps.gradients, self._summed().read()
         if sums.num_bad:
             return math.nan
+        # Squares were counted as reductions ended. The largest element was not, so the shards are read again.
         if norm_type == 2.0:
             return math.sqrt(sums.square_norm) * self._steps.grad_scale * self._steps.norm_factor
         for gradient in gradients:
@@ -165,7 +168,7 @@ class StepGradients:
     def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
         if norm_type not in (2.0, math.inf):
             raise ValueError(f"{what}: expected a norm_type of 2 or inf, found {norm_type:g}")
-        if not max_norm >= 0:
+        if not max_norm >= 0:  # and not `<`, which is False for NaN too
             raise ValueError(f"{what}: expected a max_norm of 0 or more, found {max_norm:g}")
         clips = self._config.gradient_clipping
         if clips and max_norm != math.inf and (max_norm != clips or norm_type != 2.0):

@@ -81,6 +81,7 @@ class Uses:
         place_of = {param: place for place, param in enumerate(self._params)}
         updated = [one for one in gradients if one.group.plan.role is Role.UPDATED]
         self._places = [(one, [place_of[id(param)] for param in one.group.params]) for one in updated]
+        # A field can count to `num_ranks`, so a sum over the ranks never carries into the next field.
         self._num_bits = num_ranks.bit_length()
         self._per_word = 63 // self._num_bits  # of an int64, without the sign
         self._own = {place for _, places in self._places for place in places}
@@ -89,7 +90,7 @@ class Uses:
 
     @property
     def are_all(self) -> bool:
-        """Return True if this rank has used each parameter of which it has a part. Then other ranks add nothing."""
+        """Return True if this rank has used all of its parameters, so that other ranks add nothing."""
         for gradient, places in self._places:  # noqa: SIM110  (`all` costs a call for each)
             if len(gradient.used) != len(places):
                 return False
@@ -159,6 +160,7 @@ class SummedStep:
         """Return the norm of the summed gradients, () float64 on the device; NaN if a gradient is not finite, as in
         torch.
         """
+        # The limbs leave out values that are not finite, so the root alone would look like a valid norm.
         return torch.where(self._total[_BAD] == 0, value_of(self._total[:NUM_LIMBS]).sqrt(), math.nan)
 
     def read(self) -> StepSums:
@@ -201,6 +203,7 @@ def sum_step(
     device = mesh.world.device
     squares, were_finite = [], []
     for gradient in gradients:
+        # A gradient that the caller has set, clamped or cleared is counted again.
         gradient.flush()
         found = gradient.stats
         squares += found.counted
@@ -213,13 +216,14 @@ def sum_step(
     # torch.tensor takes three times as long.
     sums = sent(torch.frombuffer(array("q", known), dtype=torch.int64), device)
     if squares:
+        # If the host updates, a gradient that the caller has changed was counted again in host memory.
         here = [part if part.device.type == device.type else sent(part, device) for part in squares]
         add_limbs(sums, torch.cat(here), 0, _BAD)
     if were_finite:
         sums[_BAD] |= ~torch.stack([sent(one, device) for one in were_finite]).all()
     if changed is not None:
         sums[_CHANGED] |= changed
-    # Ranks that split the same layers have the same loss: one of them counts it.
+    # Ranks that split the same layers have the same loss: a single rank counts it.
     if losses and mesh.speaks:
         mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
         add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)
@@ -228,6 +232,8 @@ def sum_step(
 
 def mean_over_ranks(mesh: Mesh, losses: Sequence[Tensor], num_ranks: int) -> Tensor:
     """Return the mean loss, () on the CPU, of the `num_ranks` ranks that have losses. A collective."""
+    # Inside `engine.join` only `num_ranks` ranks have losses. The sum was divided by `data_size`, which is `world.size`
+    # there: a join allows no splits. Outside of it the factor is 1.
     sums = sum_step(mesh, (), losses, (), "the mean of the loss").read()
     return torch.tensor(sums.loss * (mesh.world.size / num_ranks), dtype=sums.loss_dtype)
 
@@ -247,6 +253,7 @@ def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, 
     """Return the error that names the parameter and the rank. A collective."""
     own = [gradient.non_finite for gradient in gradients if gradient.non_finite is not None]
     found = [item for items in mesh.world.gather_objects(own) for item in items]
+    # A rank whose term is bad is the cause. Without such a rank finite terms overflowed in their sum.
     first = next((item for item in found if item.rank is not None), found[0])
     producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"
     others = sorted({item.parameter for item in found} - {first.parameter})

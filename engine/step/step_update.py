@@ -27,10 +27,10 @@ _IN_PART = (
 
 
 class StepUpdate:
-    """Updates the shards of each step at the time that the config says, and sends them to the other ranks.
+    """Updates the shards of each step at the time of the config (`Timing`), and sends them to the other ranks.
 
     With DELAYED the first `delay_after_steps` updates run as AFTER_NORM. After that a step publishes the update that
-    the previous step started in the background, and starts its own.
+    the previous step started in the background, and starts the next.
     """
 
     def __init__(
@@ -95,19 +95,20 @@ class StepUpdate:
             )
 
     def has_missed(self, unused: Collection[int]) -> bool:
-        """Return True if the speculative update left out other parameters than this step does."""
+        """Return True if the speculative update left out parameters that this step does not, or the reverse."""
         return self._optimizer.speculation.is_open and self._optimizer.counts.unused != unused
 
     def roll_back(self) -> bool:
-        """Roll back the speculative update of this step. Return whether there was such an update."""
+        """Roll back the speculative update of this step. Return whether an update was open."""
         return self._optimizer.roll_back()
 
     def forget_step(self, error: BaseException | None = None) -> bool:
-        """Roll back what can be rolled back of a step that does not end. Return whether there was such an update.
+        """Roll back the update of a step that does not end, if it is speculative. Return whether it was.
 
         error: that has interrupted the backward. It gets a note if some parameters keep their new values: see `fault`.
         """
         if self.timing is Timing.IN_BACKWARD and self._optimizer.counts.is_in_step:
+            # Such a step is counted when its last backward begins.
             self._optimizer.uncount()
             if self._is_partial and error is not None:
                 self.fault = _IN_PART
@@ -130,10 +131,14 @@ class StepUpdate:
         pending: list[Pending] = []
         if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
             pending.extend(self._take_over())
+            # The thread gets a number: a delayed step is never started before the host has read the norm
+            # (`can_be_skipped`).
             assert not isinstance(factor, Tensor)
             self._optimizer.start_delayed(factor)
         elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
             # SPECULATIVE after a roll-back comes to the last branch, as AFTER_NORM.
+            # Sent now, not in the backward: only here postponed parameters have their values, and a speculative step is
+            # certain.
             self._update_postponed(unused)
             self._optimizer.accept()
             pending.extend(shard.group.refresh(is_update=True) for shard in self._optimizer.shards)
@@ -146,6 +151,7 @@ class StepUpdate:
             self.update_all(factor, send, skip)
         for one in pending:
             one.wait()
+        # Ranks that share the parameters read them next, and another rank may still write its shard.
         self._mesh.fence(what)
 
     def end_skipped(self, counts: bool, unused: frozenset[int]) -> None:
@@ -158,7 +164,7 @@ class StepUpdate:
 
     @property
     def outcome_without_step(self) -> str:
-        """Say what has happened to the parameters in a step that does not count, for error texts."""
+        """Describe the parameters after a step that does not count, for error texts."""
         if self.timing is Timing.IN_BACKWARD:
             return "The parameters whose gradients are finite were updated already (update_in_backward)."
         return "No parameter was updated."
@@ -183,6 +189,7 @@ class StepUpdate:
         """
         self.roll_back()
         if self._failure:
+            # No rank waits here: `_failure` was set on all ranks together, so all of them raise without a collective.
             self.raise_failure()
         if self._optimizer.are_under_way:
             self._optimizer.wait_for_updates()
@@ -224,6 +231,8 @@ class StepUpdate:
         """Bring the values of the last background update, if any, into the parameters."""
         if not self._optimizer.thread.is_pending:
             return []
+        # It also lets the training's stream wait for the stream of the thread, which wrote the values that are copied
+        # here.
         self._optimizer.thread.end()
         pending = []
         for shard in self._optimizer.shards:
@@ -245,6 +254,7 @@ class StepUpdate:
             if shard is not None:
                 self._optimizer.update(shard, self._unclipped_factor())
             return
+        # If the host updates, the copy of the shard may still be on its way to it.
         gradient.arrive()
         skip = None
         if self._is_waited_for and self._optimizer.can_be_skipped:  # the device checks if it is finite
@@ -262,6 +272,7 @@ class StepUpdate:
         elif shard is not None:
             self._optimizer.skip(shard)
         if self.timing is Timing.IN_BACKWARD:
+            # A speculative step keeps its shards: after a roll-back it updates with them again.
             gradient.drop_shard()
 
     # -- parameters that other ranks may have used ----------------------------------------------------------
@@ -293,6 +304,7 @@ class StepUpdate:
             gradient = torch.zeros(shard.group.layout.shard_numel, dtype=kept[0][1].dtype, device=kept[0][1].device)
             for param_shard, values in kept:
                 gradient[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel] = values
+            # A second pass over the shard. It must not touch the parameters that the pass in the backward has updated.
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused

@@ -137,6 +137,8 @@ class AccumulationState:
 
         False holds until the next call. True holds until the step has ended.
         """
+        # True is not stored: `_by_hand` alone makes the next backward the last. `forget` clears it, so that the next
+        # step is counted by the config again.
         self._is_last, self._by_hand = None if last else False, True
 
     def count_by(self, is_last: Callable[[], bool], accumulation: int) -> None:
@@ -164,6 +166,7 @@ class AccumulationState:
             return self._is_last
         if self._counted_by is not None:
             return self._counted_by()
+        # As in DDP: after backwards inside `no_sync`, the first backward outside of it completes the step.
         return self._by_hand or (self.num_microbatches + num_microbatches) % self.accumulation == 0
 
     def forget(self) -> None:
@@ -209,7 +212,7 @@ class AccumulationState:
 
     @property
     def is_counted_by_caller(self) -> bool:
-        """Return whether the caller says which backward completes this step. Else the config counts."""
+        """Return whether the caller says when a backward completes this step. Else the config counts."""
         return self._by_hand or self._is_last is not None or self._counted_by is not None
 
     def check_caller_counts(self) -> None:
@@ -236,7 +239,7 @@ class AccumulationState:
 class Steps:
     """Runs backwards, then updates the shards. All ranks call its methods in the same order.
 
-    backward   one call for each microbatch, or one for all of them; gradients are reduced as they arrive
+    backward   a call for each microbatch, or for all microbatches; gradients are reduced as they arrive
     end        exact global norm, clip factor, update of the shards, new parameters for the next forward
     """
 
@@ -264,6 +267,7 @@ class Steps:
         self.num_changes = 0
         """Grows with each change of parameters by the engine itself."""
         self._is_apart = False  # after an error: other ranks may still run the interrupted update
+        # Frozen parameters too. Added parameter groups only divide these units anew, so the set stays complete.
         own = (param for unit in passes.units for group in unit.groups for param in group.params)
         self.scale = GradientScale(config, mesh.data_size, loss_scaler, own)
         self.register_groups()
@@ -275,6 +279,8 @@ class Steps:
         timing = Timing.of(self._config)
         delay_after_steps = self._config.zero_optimization.offload_optimizer.delay_after_steps
         order = passes.reduction_order
+        # A function, as the factor changes: float16 rescales losses, and `join` weighs a step with missing
+        # microbatches.
         self.update = StepUpdate(optimizer, order, mesh, timing, lambda: self.grad_scale, delay_after_steps)
         for feature in self.features.after_new_groups:
             feature()
@@ -288,13 +294,14 @@ class Steps:
     # -- microbatches ---------------------------------------------------------------------------------------------
 
     def backward(self, run: Callable[[], R], num_microbatches: int = 1) -> R:
-        """Return run(), which computes the backward of `num_microbatches` microbatches.
+        """Return run(), the backward of `num_microbatches` microbatches.
 
         An error in it ends the step.
         """
         self.begin_backward(num_microbatches)
         try:
             result = run()
+        # Ctrl-C too: it leaves partial sums, and reductions in flight that other ranks wait for.
         except BaseException as error:
             self.abort_backward(error)
             raise
@@ -322,14 +329,16 @@ class Steps:
             self.roll_back()
         if self._is_apart:
             self._is_apart = False
+            # Not in `forget`: a rank may fail alone, and the other ranks would not come to a fence there.
             self._mesh.fence("the end of what an error has interrupted")
 
     def begin_backward(self, num_microbatches: int = 1) -> None:
-        """Begin a backward, which `end_backward` or `abort_backward` ends."""
+        """Begin a backward. `end_backward` or `abort_backward` ends it."""
         for feature in self.features.before_call:
             feature("backward", Access.CHANGES)
         if self.accumulated.is_complete:
             self.refuse_more("another backward")  # the last backward completed the step, and more gradients come
+        # Before the check of `num_lost`: here placeholders notice torch's zero_grad(), which begins the step anew.
         for begin in self.features.before_backward:
             begin()
         if self.accumulated.num_lost:
@@ -339,6 +348,7 @@ class Steps:
         boundary = self.accumulated.would_complete(num_microbatches)
         if self.accumulated.is_complete and not boundary:
             self.accumulated.check_caller_counts()
+        # This call raises if the last update has failed. The counts of the step must not have changed by then.
         on_final = self.update.begin_backward(boundary)
         if on_final is not None:  # parameters change in this backward
             self.num_changes += 1
@@ -356,11 +366,12 @@ class Steps:
         self.accumulated.num_microbatches += num_microbatches
 
     def abort_backward(self, error: BaseException) -> None:
-        """Forget the step whose backward `error` has interrupted.
+        """Forget the step of a backward that `error` has interrupted.
 
         If the caller counts the microbatches, the step is not complete without those that are forgotten here.
         """
         accumulated = self.accumulated
+        # `forget` below sets both counts to 0, and a second error adds to the microbatches that the first has dropped.
         num_lost = accumulated.num_lost + (accumulated.num_microbatches if accumulated.is_counted_by_caller else 0)
         # Other ranks keep the sums of earlier microbatches, which this rank forgets: a repeated backward does not fit.
         may_repeat = not (accumulated.num_microbatches and any(gradient.takes_each for gradient in self.gradients))
@@ -379,8 +390,10 @@ class Steps:
             self.roll_back()
 
     def roll_back(self) -> None:
-        """Roll back a speculative update on all ranks. A collective, if there was such an update."""
+        """Roll back a speculative update on all ranks. A collective, if an update was open."""
         if self.update.roll_back():
+            # The fence needs ranks without data too. They have made the same update, and roll it back in
+            # `Engine._take_part`.
             self.join.before(Call.TAKING_BACK)
             self._mesh.fence("the end of what was tried in the backward")
 
@@ -394,6 +407,7 @@ class Steps:
         self.forget_gradients()
         if ends_graphs:
             self._passes.release_all()
+            # A zero_grad() keeps the notes: at the end of the step all ranks must have cleared the same gradients.
             self.cleared.clear()
         self.accumulated.forget()
         self.join.num_missing = 0
@@ -422,12 +436,15 @@ class Steps:
         for begin in self.features.before_update:
             begin()
         told = [events() for events in self.features.events]
+        # `has_failed` waits for this rank's background update, so that all ranks learn of a failure by the same sum.
         events = (self.update.has_failed(), self.accumulated.lacks_loss, by_hand, *chain(*told))
         losses, what = self.accumulated.losses, f"the norm of step {number}"
         if self.join.num_missing:  # the mean over ranks of the weighted mean is the mean of all losses
             losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
         doubts = [found.any() for found in self.accumulated.inconsistencies.values()]
         inconsistency = torch.stack(doubts).any() if doubts else None
+        # 1 + digest, since 0 says that nothing was cleared. The sum of 33-bit numbers over the ranks fits into an
+        # int64.
         cleared = 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, inconsistency, cleared)
         grad_scale = self.grad_scale
@@ -439,6 +456,8 @@ class Steps:
             # The device has skipped the update for the same reasons: `SummedStep.factor_and_skip`.
             is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
             self.update.end_skipped(not is_wrong, sums.unused)
+        # In each of these cases `forget` comes first, since the next line raises. All ranks have the same sums, so all
+        # of them raise, and the collectives that collect the error's text find every rank.
         if sums.num_changed:
             self.forget()
             for explain in self.features.explain_inconsistency:
@@ -467,6 +486,7 @@ class Steps:
         if not is_started or sums.num_bad:
             self._update_or_skip(sums, norm, number, grad_scale)
         if not result.skipped:
+            # Only now: the residuals of a step that does not count are dropped in `PowerSGDReducer.reset`.
             for low_rank in self.update.low_rank:
                 low_rank.accept(grad_scale)
         for end in self.features.after_update:
@@ -488,6 +508,7 @@ class Steps:
     @property
     def _weight(self) -> float:
         """Return microbatches of a full step / microbatches of this step: 1 outside of `engine.join`."""
+        # Not `num_microbatches`: an update in the backward asks before that backward is counted.
         full = self._mesh.data_size * self.accumulated.num_begun
         return full / (full - self.join.num_missing)
 
@@ -522,9 +543,11 @@ class Steps:
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, f"the update of step {number}")
         elif self._config.fp16.enabled:
+            # A skipped step still publishes the delayed update of the step before, as `end_step` would.
             self.update.flush()
         else:
             try:
+                # The text is made before `forget`, which drops the gradients and the bad values that it names.
                 raise non_finite_error(self._mesh, self.gradients, number, self.update.outcome_without_step)
             finally:
                 self.forget()
@@ -551,15 +574,18 @@ class Steps:
                 if access is Access.LOOKS:
                     self.update.roll_back()
                 elif access is not Access.NOTHING:
+                    # The flush writes parameters, so values that `engine.gathered` still shows are old from here on.
                     if self.update.is_under_way:
                         self.num_changes += 1
                     self.update.flush()
             except OffloadError as error:
+                # A load of a checkpoint writes all that the failed update has left half done.
                 if access is not Access.REPLACES:
                     raise
                 logger.warning("%s", error)
             yield
             if access is Access.REPLACES:
+                # After the body: if the load fails, masters and states are still half updated.
                 self.update.forget_failure()
             if changes:
                 self.num_changes += 1

@@ -305,7 +305,7 @@ def shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fau
                 f"values are {nearest_divisors(size, whole)}"
             )
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))
-        elif zero.stage and size > 1 and size % expert and whole % expert == 0:
+        elif zero.stage and size % expert and whole % expert == 0 and (key == "shard_size" or size > 1):
             message = f"expert({expert}) x shard(?) = {key}({size}) does not hold; set a multiple of {expert}"
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))
     return found

@@ -110,7 +110,7 @@ def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
 def _open_type_names(schema: dict[str, Any], key: str) -> None:
     """Accept type names in any case and in other spellings."""
     choice = schema["properties"][key]["anyOf"][0]
-    choices = choice.pop("oneOf", None) or choice["anyOf"]
+    choices = choice.pop("oneOf")
     schema["properties"][key]["anyOf"] = [*choices, {"type": "null"}]
     for item in choices:
         section = schema["$defs"][item["$ref"].rpartition("/")[2]]

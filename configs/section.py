@@ -15,6 +15,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 Dtype = Literal["fp32", "bf16", "fp16"]
+# torch's sizes and seeds are int64.
 MAX_INTEGER = 2**63 - 1
 
 
@@ -34,8 +35,10 @@ class Section(BaseModel):
 
 def _integer(value: object) -> object:
     """The value as an int. 5e8 is an integer, true and "5" are not."""
+    # Before the check of the type: YAML and many templates write 500000000 as 5e8, which JSON reads as a float.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    # bool is a subclass of int, and pydantic's own int would take true and "5".
     if isinstance(value, bool) or not isinstance(value, int):
         raise PydanticCustomError("int_type", "expected an integer")
     if abs(value) > MAX_INTEGER:
@@ -65,6 +68,7 @@ def worded(words: str) -> WrapValidator:
         try:
             return validate(value)
         except ValidationError:
+            # The inner faults name branches of a union that the user did not mean.
             raise PydanticCustomError("value_error", words) from None
 
     return WrapValidator(check)

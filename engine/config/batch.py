@@ -128,6 +128,7 @@ class KeptBatch:
         share, rest = divmod(self.first.train, data_size)
         if rest or not share:
             return None
+        # In order of preference: see [Note: what stays].
         triples = [Batch(self.first.train, micro, share // micro) for micro in self._micros(share)]
         return next((triple for triple in triples if self.can_accumulate(triple.accumulation)), triples[0])
 
@@ -171,6 +172,7 @@ class KeptBatch:
 
     def _nearest_worlds(self, world_size: int) -> str:
         """Return the legal world sizes next to `world_size`. The first attempt's is legal, so there is one."""
+        # Only divisors can be legal: the global batch is a multiple of the data-parallel ranks.
         sizes = [size for size in range(1, self.first.train + 1) if self.first.train % size == 0]
         below = [size for size in sizes if size * self.same < world_size]
         above = [size for size in sizes if size * self.same > world_size]
@@ -269,6 +271,7 @@ class ElasticityConfig(ConfigSection):
         limit = self.max_train_batch_size
         if limit is not None:
             per_host = limit // (self.num_gpus_per_node // self.model_parallel_size or 1)
+            # `legal_sizes` divides the limit of version 0.2 by the data-parallel ranks of a host, too.
             bound = per_host if self.version == 0.2 else limit
             for micro in self.micro_batch_sizes or ():
                 if micro > bound:
@@ -317,8 +320,10 @@ def elastic_batch(section: ElasticityConfig, data_size: int) -> Batch | Fault:
             text = f"expected a number of ranks that divides the global batch {batch} into microbatches of "
             text += f"{_listed(micros)}, from min_gpus to max_gpus, found {data_size}; the nearest are {nearest}"
             return Fault("elasticity", "conflict", text)
+        # Version 0.2 runs on other numbers of ranks too, with the largest multiple of a microbatch within the limit.
         limit = section.max_train_batch_size or 0
         wholes = [limit // (micro * data_size) * micro * data_size for micro in micros]
+        # 0: not even the smallest microbatch fits. The fault below says so.
         wholes = [whole for whole in wholes if whole] or [0]
         batch = max(wholes) if section.prefer_larger_batch else min(wholes)
     share, rest = divmod(batch, data_size)
@@ -351,6 +356,7 @@ def legal_sizes(section: ElasticityConfig) -> tuple[int, tuple[int, ...]]:
         ranks = section.num_gpus_per_node
         of_host = ranks // section.model_parallel_size
     limit //= of_host
+    # DeepSpeed takes 0 for "not given": fewer ranks than a host count as 1 host, and 0 hosts as no limit.
     smallest = section.min_gpus // ranks or 1
     largest = section.max_gpus // ranks or limit // min(micros)
     found: list[tuple[int, int, list[int]]] = []
@@ -359,6 +365,7 @@ def legal_sizes(section: ElasticityConfig) -> tuple[int, tuple[int, ...]]:
             batch = base * max(number for number in _HIGHLY_COMPOSITE if number * base <= limit)
             sizes = {size for micro in micros if batch % micro == 0 for size in _divisors(batch // micro)}
             legal = sorted(size for size in sizes if smallest <= size <= largest)
+            # The sign lets `max` take the smaller of two batches that equally many numbers of ranks divide.
             found.append((len(legal), batch if section.prefer_larger_batch else -batch, legal))
     _, batch, legal = max(found)
     return abs(batch) * of_host, tuple(size * of_host for size in legal)

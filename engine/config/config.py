@@ -191,11 +191,13 @@ class Config(Section):
                 raise ValueError('fill: expected a file or a dictionary, since a Config has no "auto", found a Config')
             return source
         raw, name = read(source)
+        # First, since a switch of DeepSpeed may be text, and its dialect takes only booleans.
         raw, fill_notes = filled(raw, fill or {}, cls)
         dialect = dialect_of(raw, cls)
         raw, unread_notes = dialect.without_unread(raw)
         translation = translate(raw, dialect)
         config, faults = _validate(translation.values)
+        # Both kinds of faults together: a user with ten faults should not need ten runs.
         faults = translation.faults + faults
         if faults or config is None:
             raise ConfigError(_in_file_order(faults, raw), name)
@@ -256,6 +258,7 @@ class Config(Section):
         said = ["; ".join(text)] if text else []
         rules = self._dialect.reasons
         idle = [note for note in rest if note.partition(": ")[0] in rules and " has no effect here: " in note]
+        # The line for several keys names no reasons. A single key has room for its reason.
         if len(idle) < 2:
             return (*said, *rest)
         keys = ", ".join(note.partition(": ")[0] for note in idle)
@@ -281,9 +284,11 @@ class Config(Section):
             )
             raise ConfigError([Fault(self._planned_keys[0], "missing", message)], self._source)
         before = None if first_world_size in (None, world_size) else first_world_size
+        # Elasticity decides on the batch of each number of ranks by itself.
         kept = None if before is None or self.elasticity.enabled else _kept_batch(self, before)
         faults = world_faults(self.parallel, world_size)
         if faults:
+            # Without whole data-parallel ranks no batch can be computed, so no further fault is known.
             raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
         data_size = world_size // self.parallel.ranks_of_sample
         batch = kept.on(data_size) if kept else _batch(self, data_size)
@@ -294,11 +299,14 @@ class Config(Section):
             update = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
             if self.elasticity.enabled:
                 update["elasticity"] = ElasticityConfig()  # it has chosen; its keys would be without effect
+            # The two keys are the same number: a config with two values would not load again from `as_dict`.
             if self.pipeline.microbatches is not None:
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
         faults += shard_size_faults(self.zero_optimization, data_size, self.parallel.expert)
+        # No validation: every value comes from checked values. The copy includes notes, source and dialect.
         resolved = self.model_copy(update=update)
+        # `load` has checked a given accumulation. Only a number that was chosen here is new.
         if self.gradient_accumulation_steps is None or kept or self.elasticity.enabled:
             faults += update_in_backward_faults(resolved)
         if kept and (faults or batch is None):
@@ -319,12 +327,14 @@ class Config(Section):
 
     def __eq__(self, other: object) -> bool:
         """Whether both ask for the same, wherever they were read and however they were written."""
+        # Pydantic would compare private attributes too: notes and source differ between two spellings of a config.
         return isinstance(other, Config) and self.__dict__ == other.__dict__
 
     def as_dict(self) -> dict[str, Any]:
         """Plain JSON values that `Config.load` reads back to an equal config."""
         values = self.model_dump(mode="json")
         if self.optimizer is not None and self.optimizer.type == "adam":
+            # The type "adam" without this key would be read as AdamW.
             values["optimizer"]["params"]["adam_w_mode"] = False
         return values
 
@@ -343,6 +353,7 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
     micro = config.train_micro_batch_size_per_gpu
     if config.train_batch_size is None and micro is None:
         return None
+    # Only a batch that was legal can stay. A fault of the first attempt is reported as such.
     config.resolve(first_world_size)
     first = _batch(config, first_world_size // config.parallel.ranks_of_sample)
     assert isinstance(first, Batch)
@@ -350,10 +361,12 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
     @cache
     def can_accumulate(count: int) -> bool:
         zero = config.zero_optimization
+        # The same condition as in `update_in_backward_faults`, asked for a number that no config has yet.
         is_whole = count == 1 or not zero.update_in_backward or zero.layered_gradient_accumulation
         return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
 
     zero = config.zero_optimization
+    # The shard group must divide the ranks. Without a shard size it is all of them, and hpZ must divide it.
     divisor = math.lcm(zero.shard_size or zero.partition_size, config.parallel.expert)
     same = config.parallel.ranks_of_sample
     return KeptBatch(first, first_world_size, same, micro is not None, can_accumulate, divisor)
@@ -373,6 +386,7 @@ def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Faul
         path = fault.path
         while path and path not in order:
             path = path.rpartition("[")[0] if path.endswith("]") else path.rpartition(".")[0]
+        # A fault of a missing key stands where its section stands. A fault of the whole config comes first.
         return order.get(path, -1)
 
     number(raw, "")
@@ -388,6 +402,7 @@ def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
         faults = [_fault(dict(detail), values) for detail in details[:MAX_FAULTS]]
         if len(details) > MAX_FAULTS:
             faults.append(Fault("", "value", f"{MAX_FAULTS} of {len(details):,} faults are listed here"))
+        # Whole sections: a section without its faulty key would have the default, and could contradict falsely.
         faulty = {detail["loc"][0] for detail in details}
         rest = {key: value for key, value in values.items() if key not in faulty}
         return None, faults + _conflicts(Config.model_validate(rest))
@@ -399,6 +414,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
     loc: tuple[int | str, ...] = detail["loc"]
     tag = ""
     if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
+        # `canonical_optimizer` and `canonical_scheduler` let no section without a known type pass.
         tag = values[str(loc[0])]["type"]
     path = ""
     for part in loc:
@@ -408,6 +424,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         return unknown_key(path, str(loc[-1]), _known_keys(loc, tag))
     if name == "missing":
         return Fault(path, "missing", "must be given: it has no default")
+    # Only "auto" without a meaning is still here: `translate` has taken out the others.
     if found == "auto":
         what = "the number of optimizer steps of the training" if loc[-1] == "total_num_steps" else "the value"
         fix = f'write {what}, or pass it to initialize: fill={{"{path}": ...}}'

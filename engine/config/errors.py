@@ -57,19 +57,23 @@ class ConfigError(ValueError):
         lines += [f"  {fault}" for fault in self.faults]
         super().__init__("\n".join(lines))
 
+    # Exception's own form calls `ConfigError(text)`, which takes each character for a fault.
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Fault, ...], str | None]]:
         return ConfigError, (self.faults, self.source)
 
 
 def quoted(value: object) -> str:
     """Quote a value in a message: one line of ASCII JSON of at most 80 characters; 5e8 as 500000000."""
+    # YAML and templates write sizes as 5e8. From 1e16 on Python would print an exponent.
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
         value = int(value)
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not print more than 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     try:
+        # A text of a file may have megabytes, of which a message shows one line.
         text = json.dumps(value[:80] if isinstance(value, str) else value)
     except (TypeError, ValueError):
+        # A dictionary of the caller may hold any object, for which JSON has no form.
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -84,6 +88,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     by_lower = {name.lower(): name for name in sorted(known)}
     if len(word) > 2 * max(map(len, by_lower), default=0):
         return ""
+    # The word is `b`: the matcher indexes `b` once, and only `a` changes with each name.
     matcher = difflib.SequenceMatcher(b=word.lower())
     bounds = {}
     for name in by_lower:
@@ -125,6 +130,7 @@ def no_effect(path: str, value: object, reason: str) -> str:
 
 def value_at(config: Any, path: str) -> object:
     """Return the value of a key of a `Config`."""
+    # By Python's names: `checkpoint.async` would not be found, since its field is `asynchronous`.
     return reduce(getattr, path.split("."), config)
 
 
@@ -149,12 +155,14 @@ class ConfigSection(Section):
 
     def notes(self, config: Any) -> list[str]:
         """By default the keys of a section whose `enabled` is false."""
+        # A section without a switch is always on.
         return [] if getattr(self, "enabled", True) else self.idle(f"{self.path}.enabled is false")
 
     def idle(self, reason: str, but: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[str]:
         """Return a note for each key that differs from its default; `but` excludes keys and `only` selects them."""
         return [
             no_effect(f"{self.path}.{key}", getattr(self, key), reason)
+            # A written default gets no note, since the training is the same without the key.
             for key, field in type(self).model_fields.items()
             if getattr(self, key) != field.default and key not in but and (not only or key in only)
         ]

@@ -62,11 +62,14 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     """
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
+    # `Config.load` has done this too. Here the file's values are needed even if `load` fails.
     raw, text_notes = filled(raw, {}, Config)
     size = raw.get("tiles", {})
+    # The keys of the table are those of the section, so a number in its place is written out.
     if not isinstance(size, Mapping) and not any(fault.path == "tiles" for fault in faults):
         raw["tiles"] = {"mlp": size, "loss": size}  # see TilesConfig
     dialect = dialect_of(raw, Config)
+    # A config with faults has no notes. Those of the translation are known all the same.
     notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw, dialect).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
     file = _File.of(raw, notes, faults, dialect)
@@ -93,6 +96,7 @@ def _loaded(raw: dict[str, object], world_size: int | None) -> tuple[Config | No
 def _apart(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
     """Return optimizer and scheduler of a config with faults. Their keys depend only on their type."""
     values, found = translate(raw, dialect).values, dict[str, object]()
+    # The keys of `params` follow from the type, so each section is checked by itself, without its faulty neighbours.
     for name in {"optimizer", "scheduler"} & values.keys():
         with suppress(ValidationError):
             found[name] = getattr(Config.model_validate({name: values[name]}), name)
@@ -103,6 +107,7 @@ def _written(section: Mapping[str, Any], dialect: Dialect, path: str = "") -> It
     """Yield (path, value) of the keys in a file, by our name of each key."""
     for key, value in section.items():
         here = _named(path, key)
+        # A section that DeepSpeed knows and we do not has a single reason, so it is a single line.
         if isinstance(value, Mapping) and value and here not in dialect.reasons:
             yield from _written(value, dialect, here)
         else:
@@ -160,6 +165,8 @@ class _File:
         given, values = dict(_written(raw, dialect)), _translated(read_keys, dialect)
         meant = {}
         for key in [key for key in given if key not in values]:
+            # Several keys may give a value together, or each alone. So a value belongs to a key if it is lost without
+            # the key, or comes from the key alone.
             rest, alone = (_translated(_part(read_keys, is_in_it), dialect) for is_in_it in (key.__ne__, key.__eq__))
             meant[key] = {
                 path: value
@@ -184,6 +191,7 @@ class _File:
             if path in BATCH_KEYS and is_known:
                 return "derived", "" if value is not None else _OF_THE_RANKS
             return "default", note
+        # Before "no effect": an "auto" says why it has its value, not that it does nothing.
         if self.given.get(path) == "auto":
             return "auto", note.partition(": ")[2] or note or (_OF_THE_RANKS if is_known else _NOT_KNOWN)
         if "has no effect here: " in note:
@@ -213,6 +221,7 @@ def _fields(section: type[BaseModel], values: Mapping[str, object], file: _File,
         here = join(path, field.alias or name)
         value, is_known = values.get(name), name in values
         inner = type(value) if isinstance(value, Section) else field.annotation
+        # An optional section has a class only if it has a value: the annotation of the other is a union.
         if isinstance(inner, type) and issubclass(inner, Section):
             yield from _fields(inner, dict(value) if isinstance(value, Section) else {}, file, here)
             continue
@@ -284,6 +293,7 @@ def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], d
     found = explain(source, world_size)
     if found.faults:
         raise ConfigError(found.faults, found.source)
+    # The config again: an explanation also has keys of DeepSpeed and unknown keys, which no config has.
     config, _ = _loaded(read(source)[0], world_size)
     assert config is not None
     values = dict(leaves(config.as_dict())) | dict.fromkeys(config.planned_keys, "auto")

@@ -60,6 +60,7 @@ class KernelsConfig(ConfigSection):
 
     def notes(self, config: Any) -> list[str]:
         wanted = self.fuse_modules
+        # Both may use every kernel: whether "auto" does depends on the device, which a config does not know.
         if wanted is True or wanted == "auto":
             return []
         names = wanted if isinstance(wanted, tuple) else ()
@@ -108,6 +109,7 @@ class TilesConfig(ConfigSection):
     @model_validator(mode="before")
     @classmethod
     def _one_for_both(cls, value: Any) -> Any:
+        # An instance was checked when it was made.
         if isinstance(value, Mapping | cls):
             return value
         size = _size(value)

@@ -30,6 +30,7 @@ class OptimizerConfig(ConfigSection):
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
         if "type" not in info.data:  # reported as a separate error
             return value
+        # The field's default is of the base class: without `params` a file means the defaults of its type.
         given = value.model_dump() if type(value) is OptimizerParams else value
         return OPTIMIZERS[info.data["type"]].params.model_validate(given)
 
@@ -40,6 +41,7 @@ class OptimizerConfig(ConfigSection):
 
     @property
     def state_dtype(self) -> StateDtype:
+        # Each optimizer's class has this field, but the base class has no fields.
         dtype: StateDtype = self.params.model_dump()["state_dtype"]
         return dtype
 
@@ -111,6 +113,7 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
         note = f"optimizer.params.bias_correction: {quoted(params['bias_correction'])} has no effect here: {why}"
         params = {key: value for key, value in params.items() if key != "bias_correction"}
         return {**section, "type": name, "params": params}, [note], []
+    # Params of a wrong type stay in the section: the fields report them.
     if not isinstance(params, dict) or name not in ("adam", "adamw"):
         return {"params": {}, **section, "type": name}, [], []
     params = dict(params)
@@ -122,6 +125,7 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     if name == "adamw" and not adam_w_mode:
         notes.append('optimizer.params.adam_w_mode: false has no effect: type "AdamW" is always AdamW')
     if name == "adam" and adam_w_mode:
+        # The default of Adam, since the file says Adam. That of AdamW is 0.01.
         params.setdefault("weight_decay", 0.0)
         notes.append("optimizer.type: " + ADAM_IS_ADAMW.format(written, quoted(params["weight_decay"])))
         name = "adamw"

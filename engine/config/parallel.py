@@ -149,6 +149,7 @@ def world_faults(parallel: ParallelConfig, world_size: int) -> list[Fault]:
         for blamed, degree in degrees.items():  # noqa: B007  (the first that does not divide the remaining ranks)
             if whole % degree:
                 break
+            # Degrees before the blamed one divide the world, so the nearest legal values are divisors of the rest.
             whole //= degree
         factors = " x ".join(f"{key}({degree})" for key, degree in degrees.items() if degree > 1)
         equation = f"{factors} x data(?) = world size ({world_size})"
@@ -163,11 +164,13 @@ def schedule_faults(parallel: ParallelConfig, pipeline: PipelineConfig, num_micr
     if parallel.pipeline == 1:
         return []
     try:
+        # A file is read and simulated. A named schedule is only counted: zb-v of 16 ranks takes 0.1 s to build.
         if is_path(pipeline.schedule):
             schedule_of(parallel, pipeline, num_microbatches)
         else:
             check_counts(pipeline.schedule, parallel.pipeline, num_microbatches, pipeline.chunks)
     except ScheduleError as error:
+        # The text may quote lines of a file. Only its line breaks are ours.
         message = "\n".join(map(printable, str(error).split("\n")))
         return [Fault("pipeline.schedule", "value", message)]
     return []

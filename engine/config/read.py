@@ -19,6 +19,7 @@ from ...configs.section import MAX_INTEGER
 from .errors import ConfigError, Fault, FaultKind, printable, quoted
 
 _TEXT = r'"(?:[^"\\\n]|\\.)*"'
+# The first alternative takes a whole string, so `//` in a URL or a path begins no comment.
 _COMMENTS = re.compile(rf"{_TEXT}|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", re.DOTALL)
 _LAST_COMMAS = re.compile(rf"{_TEXT}|,(?=\s*[}}\]])")
 
@@ -30,7 +31,9 @@ def without_comments(text: str) -> str:
 
 def _blank(match: re.Match[str]) -> str:
     piece = match[0]
+    # An unclosed comment is kept, so that the parser reports its place.
     is_kept = piece.startswith('"') or (piece.startswith("/*") and not piece.endswith("*/"))
+    # Blanks instead of nothing: line and column of a later fault are those of the file.
     return piece if is_kept else re.sub(r"[^\n]", " ", piece)
 
 
@@ -39,9 +42,11 @@ def decoded(text: str) -> str | None:
     if len(text) < 4 or len(text) % 4 or not re.fullmatch(r"[A-Za-z0-9+/_-]+={0,2}", text):
         return None
     try:
+        # DeepSpeed takes URL-safe base64, whose characters - and _ b64decode would skip in silence.
         found = base64.b64decode(text.replace("-", "+").replace("_", "/")).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError):
         return None
+    # A name can be base64 too. Only text that begins as an object or a comment is a config.
     return found if found.lstrip().startswith(("{", "/", "#")) else None
 
 
@@ -91,6 +96,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, object]) -> tuple[dict[st
         name = None
     elif isinstance(source, str | os.PathLike):
         text = decoded(source) if isinstance(source, str) else None
+        # A file that exists wins over a name that happens to be base64.
         if text is not None and not os.path.exists(source):
             name = "base64 text"
             raw = _loads(text, name)
@@ -124,6 +130,7 @@ def _find(source: str | os.PathLike[str]) -> Path:
         raise ConfigError([fault], quoted(text)) from error
     names = preset_names()
     by_spelling = {name.replace("_", "-"): name for name in names}
+    # A Path is always a file: a caller who made one does not mean a preset.
     if isinstance(source, str) and text.replace("_", "-") in by_spelling:
         return PRESETS / f"{by_spelling[text.replace('_', '-')]}.json"
     what = "is a folder, not a file" if path.is_dir() else "no such file"
@@ -137,6 +144,7 @@ def _find(source: str | os.PathLike[str]) -> Path:
 def _parse(path: Path) -> object:
     try:
         size = path.stat().st_size
+        # utf-8-sig: editors on Windows begin a file with a byte order mark, which JSON does not allow.
         text = path.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(printable(str(path)), "file", f"cannot be read: {error}") from error
@@ -152,6 +160,7 @@ def _loads(text: str, name: str) -> object:
         raise _unreadable(name, "syntax", f"expected at most {MAX_VALUES:,} values, found many more; is it a config?")
     try:
         try:
+            # NaN and Infinity pass the parser. `_Form` refuses them, with their path.
             return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
         except json.JSONDecodeError:
             return json.loads(without_comments(text), object_pairs_hook=_object, parse_int=_integer)
@@ -161,6 +170,7 @@ def _loads(text: str, name: str) -> object:
         where = f"line {error.lineno}, column {error.colno}: {quoted(line)}" if line else f"line {error.lineno}"
         hint = "Comments (// # /* */) and a comma behind the last item are allowed; names and text need quotes"
         raise _unreadable(name, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
+    # MAX_SEPARATORS allows 20,000 open brackets, which is deeper than the parser's stack.
     except RecursionError as error:
         raise _unreadable(name, "syntax", "not valid here: nested too deeply") from error
 
@@ -186,6 +196,7 @@ class _Form:
         if self._num_values > MAX_VALUES:
             message = f"expected at most {MAX_VALUES:,} values, found more; is it a config?"
             raise ConfigError([Fault("", "value", message)], self._source)
+        # The walk is recursive, so deeper values are not visited.
         if depth > MAX_DEPTH:
             self._fault(path, "value", f"nested too deeply: expected at most {MAX_DEPTH} levels")
             return None
@@ -206,6 +217,7 @@ class _Form:
                 self._fault(path, "type", f"expected a string as a key, found {quoted(key)}")
             elif not is_comment(key):
                 here = join(path, key)
+                # A key can have half of a surrogate pair as well, and could not be written again.
                 self._check(key, here)
                 clean[key] = self.clean(item, here, depth + 1)
         return clean
@@ -213,6 +225,7 @@ class _Form:
     def _check(self, value: object, path: str) -> None:
         """Report a value that JSON cannot hold or write again."""
         if isinstance(value, float) and not math.isfinite(value):
+            # -Infinity and NaN are faults everywhere.
             if path not in OR_NEVER or value != math.inf:
                 self._fault(path, "value", f"expected a finite number, found {value}")
         elif isinstance(value, int) and abs(value) > MAX_INTEGER:

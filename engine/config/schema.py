@@ -33,6 +33,7 @@ def json_schema() -> dict[str, Any]:
     deepspeed().add_to_schema(schema)
     for definition in [schema, *definitions.values()]:
         definition["patternProperties"] = _COMMENTS
+    # Before the aliases, which copy what their keys take by then.
     for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
         allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS, *PLANNED]:
@@ -48,6 +49,7 @@ def json_schema() -> dict[str, Any]:
 def _with_types(schema: dict[str, Any]) -> dict[str, Any]:
     """Replace the optimizer and scheduler sections by a section for each type."""
     definitions = schema["$defs"]
+    # Pydantic knows only the base classes of `params`, which would refuse each key of a type.
     for name in ("OptimizerConfig", "OptimizerParams", "SchedulerConfig", "Section"):
         del definitions[name]
     optimizers = [_section_of(one.title, one.name, one.params, "Optimizer") for one in OPTIMIZERS.values()]
@@ -86,6 +88,7 @@ def _properties(schema: dict[str, Any], path: str) -> list[dict[str, Any]]:
         kind, _, params = section.partition(".")
         refs = [item["$ref"].rpartition("/")[2] for item in schema["properties"][kind]["anyOf"] if "$ref" in item]
         names = [_params_of(definitions[ref]) for ref in refs] if params else refs
+    # Types can share the class of their params ("linear" and "cosine" do): each class is changed once.
     return [definitions[name]["properties"] for name in dict.fromkeys(names)]
 
 
@@ -103,6 +106,7 @@ def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
     key = path.rpartition(".")[2]
     for home in _properties(schema, path):
         if key in home and other not in home[key].get("anyOf", []):
+            # These describe the key, whatever form its value has, so they stay beside `anyOf`.
             outside = {name: home[key].pop(name) for name in ("description", "title", "default") if name in home[key]}
             home[key] = {"anyOf": [home[key], other], **outside}
 
@@ -119,6 +123,7 @@ def _open_type_names(schema: dict[str, Any], key: str) -> None:
         others = {"adamw": ("adam", "adamw")}.get(name, (name,))  # "Adam" means AdamW unless adam_w_mode is false
         spellings = [word for other in others if other in OPTIMIZERS for word in OPTIMIZERS[other].deepspeed_names]
         names = [name, *spellings, *others]
+        # JSON schema has no flag for case, so the pattern spells both cases of each letter.
         pattern = "|".join("".join(f"[{c.lower()}{c.upper()}]" for c in other) for other in dict.fromkeys(names))
         properties["type"] = {"type": "string", "pattern": f"^({pattern})$", "default": name}
         if name in ("adam", "adamw"):

@@ -58,6 +58,7 @@ class FP16Config(ConfigSection):
     loss_scale: Float = Field(default=0.0, ge=0)
     """Fixed loss scale. 0: dynamic."""
 
+    # float32 has normal numbers for this scale and for its inverse; the inverse of 2 ** 127 is subnormal.
     initial_scale_power: Int = Field(default=16, ge=0, le=126)
     """Dynamic: the first scale is 2 to this power."""
 
@@ -275,6 +276,7 @@ class CheckpointConfig(ConfigSection):
     def faults(self, config: Any) -> list[Fault]:
         users = [f"every_steps {self.every_steps}"] if self.every_steps > 0 else []
         users += ["on_sigterm true"] if self.on_sigterm else []
+        # Only automatic checkpoints need a folder here: `save_checkpoint` takes it as an argument.
         if self.folder is not None or not users:
             return []
         message = f"must be given, for the checkpoints of {' and '.join(users)}"
@@ -304,6 +306,7 @@ class MemoryReportConfig(ConfigSection):
 def _place(value: Any) -> Any:
     if value is not None and (not isinstance(value, str) or "\0" in value):
         raise PydanticCustomError("string_type", "expected the path of a folder")
+    # null is the working directory too, as "".
     return value or ""
 
 
@@ -399,6 +402,7 @@ class FP8Config(ConfigSection):
         return [Fault("fp8.enabled", "conflict", f"needs {text}") for text, is_wrong in wrong.items() if is_wrong]
 
     def notes(self, config: Any) -> list[str]:
+        # float8 pays only if the casts are fused with their neighbours, which the compiler does.
         if not self.enabled or config.compile.blocks:
             return super().notes(config)
         return ["fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"]

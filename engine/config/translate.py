@@ -186,6 +186,7 @@ def other_keys(section: str) -> list[str]:
 def dialect_of(raw: Mapping[str, Any], fields: type[Section], also: Collection[str] = ()) -> Dialect:
     """Return the dialect of a file's plain values. also: further paths that must be known."""
     own = own_keys(fields)
+    # A file with our keys alone may still be DeepSpeed's: the engines share most keys, but not all defaults.
     is_own = all(path in own for path in also) and _has_own_keys(raw, "", own)
     return OWN_WORDS if is_own and not says_no_own_word(raw, set(paths_of(raw))) else deepspeed()
 
@@ -193,6 +194,7 @@ def dialect_of(raw: Mapping[str, Any], fields: type[Section], also: Collection[s
 def says_no_own_word(raw: Mapping[str, Any], paths: set[str]) -> bool:
     """Return whether a file with these paths could be written for another engine."""
     optimizer, scheduler = (_type(raw.get(name)) for name in ("optimizer", "scheduler"))
+    # Files for DeepSpeed say "AdamW" and "WarmupLR". Names in lower case are our spelling.
     is_own_type = optimizer in OPTIMIZERS or scheduler in [name for name in SCHEDULERS if name.islower()]
     return bool(paths & _SIZES) and not paths & OWN_KEYS and not is_own_type
 
@@ -209,6 +211,7 @@ def paths_of(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
 def _has_own_keys(section: Mapping[str, Any], path: str, own: Mapping[str, set[type]]) -> bool:
     for key, value in section.items():
         here = canonical(join(path, key))
+        # An object can be a value too: `tensor_parallel.plan` has keys that no list knows.
         if isinstance(value, Mapping) and any(known.startswith(f"{here}.") for known in own):
             if not _has_own_keys(value, here, own):
                 return False
@@ -233,6 +236,7 @@ def planned(auto_paths: list[str]) -> tuple[str, ...]:
 def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
     """Translate plain values without comments to values of Config's fields, notes and faults."""
     out = Translation({})
+    # "auto" is gone after this: optimizer and scheduler see only keys that have a value.
     out.values = _walk(raw, "", out, dialect)
     dialect.finish(out)
     optimizer = out.values.pop("optimizer", None)
@@ -246,6 +250,7 @@ def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
             out.faults = [f for f in out.faults if not f.path.startswith("optimizer.params.") or f in faults]
             out.faults += _slips(given, "optimizer")
         elif section is not None:
+            # `_walk` took out "auto" before the type was known. Some types lack the key.
             _give_back(section, "optimizer", OPTIMIZERS[str(section["type"])].params, out.auto_paths)
     if optimizer is not None:
         out.values["optimizer"] = optimizer
@@ -275,6 +280,7 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
     unknown = [path for path in auto_paths if path.startswith(start) and path.removeprefix(start) not in known]
     if unknown and isinstance(given, dict):
         section["params"] = {**given, **{path.removeprefix(start): "auto" for path in unknown}}
+        # In place: the list is the translation's, and says which keys get a note.
         auto_paths[:] = [path for path in auto_paths if path not in unknown]
 
 
@@ -291,9 +297,11 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
                 continue
             if here in _OLD_NAMES:
                 out.notes.append(f'{here}: read as "{name}", the present name of this key')
+            # From here on the key has our name: the rules of a dialect know a key by a single name.
             key, here = name, ALIASES[here]
         if here in REMOVED:
             out.add([_removed(here, value)])
+        # The dialect first: it decides what null and "auto" mean for its keys.
         elif dialect.take(here, value, section, kept, out) or (value is None and here in NULL_IS_DEFAULT):
             continue
         elif value == "auto" and (here in AUTO or here in BATCH_KEYS or here in PLANNED):
@@ -338,6 +346,7 @@ def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[d
     ConfigError for a path that no config has. See [Note: text for a value].
     """
     values = {canonical(path): value for path, value in fill.items()}
+    # A path of `fill` by DeepSpeed's name asks for its dialect, even if the file has none of its keys.
     known = {**own_keys(fields), **dialect_of(raw, fields, list(values)).keys()}
     faults = [
         Fault(path, "unknown", f"fill: no config has such a key{did_you_mean(path, known)}")
@@ -378,6 +387,7 @@ def _with(
         if value == "auto" and here in values:
             value = values[here]
             notes.append(f'{here}: "auto" is {quoted(value)}: it was given as `fill`')
+        # Dialects do not list the switch of each of their sections.
         kinds = known.get(here, {bool} if key == "enabled" else set())
         result[key] = _value(value, here, kinds, notes)
     return result
@@ -387,6 +397,7 @@ def _value(value: object, path: str, kinds: set[type], notes: list[str]) -> obje
     """Return the value that text stands for if a key takes these kinds of values, else the value unchanged."""
     if isinstance(value, list):
         return [_value(item, path, kinds, notes) for item in value]
+    # A key that takes any text keeps it: the name "1" of a run is no number.
     if not isinstance(value, str) or str in kinds:
         return value
     found: object = value
@@ -405,14 +416,17 @@ def _value(value: object, path: str, kinds: set[type], notes: list[str]) -> obje
 @cache
 def own_keys(fields: type[Section]) -> dict[str, set[type]]:
     """Return each of our keys -> the types it takes: bool, int, float or str. fields: the class of a whole config."""
+    # `tiles` may be a number in place of a section. No field has adam_w_mode: `canonical_optimizer` takes it out.
     known = _kinds(fields, "") | {"tiles": {int}, "optimizer.params.adam_w_mode": {bool}}
     known["optimizer.type"] = known["scheduler.type"] = {str}
+    # A removed key is still ours: its file does not ask for another engine's dialect.
     known |= {section: set() for section in REMOVED}
     for kind, sections in (
         ("optimizer", [one.params for one in OPTIMIZERS.values()]),
         ("scheduler", list(SCHEDULER_PARAMS.values())),
     ):
         for section in sections:
+            # A key may take different types for two optimizers. The check against the file's optimizer comes later.
             for path, kinds in _kinds(section, f"{kind}.params").items():
                 known[path] = known.get(path, set()) | kinds
     return known

@@ -22,8 +22,10 @@ STAGES = (
 
 
 def _stage(value: object) -> object:
+    # true equals 1, but is no stage. DeepSpeed's `"zero_optimization": true` is translated before.
     if isinstance(value, bool) or value not in (0, 1, 2, 3):
         raise PydanticCustomError("value_error", "expected a stage from 0 to 3: " + STAGES)
+    # `value` is 0 to 3, perhaps as a float: templates write 2.0.
     return int(str(value).removesuffix(".0"))
 
 
@@ -40,6 +42,7 @@ class OffloadSection(ConfigSection):
         return 'nothing is offloaded with device "none"' if self.device == "none" else ""
 
     def faults(self, config: Any) -> list[Fault]:
+        # A section that moves nothing needs no folder: a preset for stage 3 stays legal at stage 1.
         if self.device != "nvme" or self.nvme_path is not None or self.why_idle(config):
             return []
         message = 'must be given with device "nvme": the folder on the drive in which the files are kept'
@@ -170,6 +173,7 @@ class AioConfig(ConfigSection):
     def notes(self, config: Any) -> list[str]:
         zero = config.zero_optimization
         places = (zero.offload_optimizer, zero.offload_param, config.activation_checkpointing.offload)
+        # A note for the section as a whole: its keys have an effect together or not at all.
         if self == AioConfig() or any(one.device == "nvme" and not one.why_idle(config) for one in places):
             return []
         return ['aio: the section has no effect here: nothing is offloaded to "nvme"']
@@ -233,6 +237,7 @@ class ZeroConfig(ConfigSection):
 
     def notes(self, config: Any) -> list[str]:
         found = []
+        # A shard size of 1 shards nothing either, so it says the same.
         if self.stage == 0 and self.shard_size not in (None, 1):
             found += self.idle("stage 0 shards nothing", only=("shard_size",))
         if self.stage < 3:
@@ -305,6 +310,8 @@ def shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fau
                 f"values are {nearest_divisors(size, whole)}"
             )
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))
+        # Experts lie within each group. If they do not divide the whole, another fault says so. hpZ of 1 rank is off,
+        # but a shard group of 1 rank is a group.
         elif zero.stage and size % expert and whole % expert == 0 and (key == "shard_size" or size > 1):
             message = f"expert({expert}) x shard(?) = {key}({size}) does not hold; set a multiple of {expert}"
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))

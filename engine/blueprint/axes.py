@@ -36,9 +36,12 @@ def parallel_dims_of(
     data_size = num_ranks // parallel.ranks_of_sample
     states_size = policy.shard_size(data_size, zero.shard_size)
     group_size = zero.partition_size if zero.partition_size > 1 else states_size
+    # A host's ranks include those that share a sample. Only its data-parallel ranks form a level.
     level_size, rest = divmod(ranks_of_level or 0, parallel.sequence * parallel.tensor)
     if zero.partition_size == 1 and policy.shards_states and level_size and not rest:
+        # A level must divide the shard group, and hold all experts: the expert axis lies inside of it.
         group_size = states_size if states_size % level_size or level_size % parallel.expert else level_size
+    # Before the experts are taken out of it: "secondary" counts whole groups.
     whole_size = group_size
     num_groups = data_size // states_size
     # The ranks of "expert" are data-parallel too: a part of the shard group, or of the replicas if nothing is sharded.

@@ -115,12 +115,14 @@ class Blueprint:
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
         offload_plan = OffloadPlan.of(config, device, chosen.fused is not None)
         wanted, transport = _transports(config, offload_plan, device, num_ranks, num_hosts)
+        # Ranks in shared memory read each other's values in place: there is no message to make smaller.
         wire = _wire(config, num_ranks // num_hosts) if transport in ("sockets", "native") else PLAIN
         parallel_dims, sharding = _axes(config, policy, wire, num_ranks)
         dtypes = replace(dtypes, wire=wire)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
         splits = Splits.of(config, model, split, tensor)
         places = Places(units, splits, chosen, dtypes, sharding, parallel_dims).plans(alike)
+        # Equal places share a plan object. Each is checked once.
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         return cls(
             config=config,
@@ -151,6 +153,7 @@ class Blueprint:
         parallel = self.config.parallel
         of_stage, part = divmod(place, parallel.tensor)
         stage, of_experts = divmod(of_stage, parallel.expert)
+        # The inverse of `place_of`: pipe is the outermost axis, and sequence and tensor lie inside of the experts.
         first = self.parallel_dims.num_ranks // parallel.pipeline * stage
         return first + of_experts * parallel.sequence * parallel.tensor + part
 
@@ -168,6 +171,7 @@ class Blueprint:
         """Axes that are folded into one."""
         if self.experts is None:
             return self.sharding.folds
+        # Experts have a sharding without this axis. (EXPERT, TENSOR): `full_values.py` gathers experts of split layers.
         return *self.sharding.folds, *self.sharding.within((EXPERT,)).folds, (EXPERT, TENSOR)
 
     @property
@@ -205,6 +209,7 @@ class Blueprint:
         wanted = self.config.communication.power_sgd
         if not wanted.rank:
             return None
+        # All ranks draw the same first matrices, so without a seed they take a common number.
         seed = self.config.seed or 0
         return PowerSGDOptions(
             wanted.rank,
@@ -223,6 +228,7 @@ class Blueprint:
         units = (groups for place in places for _, groups in place.units)
         largest = max((sum(group.layout.padded_numel for group in groups) for groups in units), default=0)
         wanted, live = zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters
+        # A unit is gathered as a whole: a bucket below the largest unit would gather nothing ahead of that unit.
         ahead = MAX_PREFETCHED * largest if wanted is None else max(wanted, largest) if wanted else 0
         return ahead if live is None or not zero.offloads_parameters else min(ahead, live)
 

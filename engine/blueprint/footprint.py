@@ -95,6 +95,7 @@ def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = Non
                 common[states_size] += same_size * page_aligned(group.full_bytes)
             elif blueprint.shares_gradients and replicas_size > 1 and _is_summed(group):
                 common[replicas_size] += same_size * page_aligned(_sum_bytes(group))
+    # Each copy was counted once for every rank that shares it.
     return total + sum(nbytes // size for size, nbytes in common.items())
 
 
@@ -143,6 +144,7 @@ class Footprint:
         self._gradients: dict[Hashable, int] = {}
         self._of_first_block: set[int] | None = None  # ids of groups; None: not layered
         if blueprint.pipeline is not None and blueprint.pipeline.is_layered:
+            # The backward comes to the first block last, so its unit still accumulates when all others are reduced.
             first = set(blueprint.pipeline.split.parameters[0])
             units = [groups for _, groups in self._plan.units]
             units = [groups for groups in units if any(name in first for one in groups for name, _ in one.params)]
@@ -169,6 +171,7 @@ class Footprint:
             + _kept(chunks, offload_plan.states is Placement.HOST)
             + _kept(left, True),
             file=_kept(shards, offload_plan.parameters is Placement.FILE)
+            # A list times a number: each chunk has so many places in the file, each rounded up.
             + _kept(chunks * offload_plan.states_plan.num_versions, offload_plan.states is Placement.FILE),
         )
 
@@ -179,6 +182,7 @@ class Footprint:
         """Whether released parameters free memory."""
         if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return True
+        # In shared memory the ranks hold one copy together, which stays.
         is_divided = any(self._size(group.sharding.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.transport != "shared_memory"
 
@@ -253,8 +257,10 @@ class Footprint:
             waits = bool(group.sharding.tied) or sizes.replicas > 1  # the shard stays for the sum over these ranks
             whole = group.layout.padded_numel * group.accumulation_dtype.itemsize
             return whole // sizes.gradients if waits or not leaves else 0
+        # An update in the backward frees the sum at once. A sum that leaves the accelerator is counted as `host`.
         if blueprint.timing is Timing.IN_BACKWARD or (leaves and self._is_on_accelerator):
             own = 0
+        # As in `GroupGradient.reset`: only a shard that is summed over sockets stays until the next step.
         is_sent = sizes.states > 1 and not shares_memory and not self._is_on_accelerator
         is_given_back = leaves or blueprint.timing is Timing.DELAYED or not is_sent
         if moment is MemoryPhase.BETWEEN_STEPS and is_given_back:
@@ -271,6 +277,7 @@ class Footprint:
 
     def leaves(self, group: GroupPlan) -> bool:
         """Return whether the group's states rest apart, so that its gradients go to the host."""
+        # The default 1: groups without states (left out of the optimizer) keep their gradients on the device.
         return self._blueprint.offload_plan.updates_on_host and not self._resident.get(id(group), 1)
 
     @property
@@ -287,6 +294,7 @@ class Footprint:
     def _leaving(self) -> int:
         """Return the largest shards of gradients in flight between an accelerator and the host."""
         shards = [_sum_bytes(group) for group in self._plan.trained if self.leaves(group)]
+        # A sum of earlier microbatches returns to the device, to which the next gradient is added.
         comes_back = self._accumulates and self._blueprint.reduces_every_backward
         in_flight = MAX_LEAVING + MAX_COMING * comes_back
         return sum(sorted(shards)[-in_flight:]) if self._is_on_accelerator else 0
@@ -368,6 +376,7 @@ class Footprint:
         """Yield groups in the order of their reduction: units from the last one, then the root unit."""
         is_trained = {id(one) for one in trained}
         units = list(reversed(self._plan.units))
+        # A stable sort: it moves only the root unit, to the end.
         units.sort(key=lambda one: one[0].is_root)
         pipeline = self._blueprint.pipeline
         if pipeline is not None and pipeline.is_layered:
@@ -425,6 +434,7 @@ class Footprint:
     def _owned_shapes(self, group: GroupPlan) -> list[tuple[int, ...]]:
         """Return the shapes of the group's matrices whose owner is this rank."""
         blueprint = self._blueprint
+        # The first parameter answers for all: matrices have groups without other parameters.
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
             return []
         axes = group.sharding.owning_axes(self._counts(group.sharding).states)
@@ -445,6 +455,7 @@ class Footprint:
     def thin(self, group: GroupPlan, moment: MemoryPhase) -> int:
         """Return the bytes of PowerSGD's memory; two versions of it until a step counts."""
         low_rank, sizes = self._blueprint.low_rank, self._counts(group.sharding)
+        # A rank without partners sends nothing, so it keeps no errors.
         if low_rank is None or sizes.states == sizes.replicas == 1:
             return 0
         layout = ThinLayout.of(group.layout, low_rank)
@@ -525,6 +536,7 @@ class Footprint:
         rounded parameter. With `masters` and `state_dtype` "int8" it moves 14, and 12 with bfloat16 gradients.
         """
         numel, has_master = group.layout.shard_numel, MASTER in self._kinds(group)
+        # With master weights the parameter is only written. Without them the update reads it too.
         values = numel * group.dtype.itemsize * (1 if has_master else 2)
         return 2 * sum(self.chunks(group)) + _sum_bytes(group) + values
 
@@ -550,6 +562,7 @@ def _shard_counts(blueprint: Blueprint, sharding: ShardingSpec) -> _ShardCounts:
     states = size(sharding.states)
     has_one_copy = blueprint.transport == "shared_memory" and states > 1
     parameters = states if has_one_copy else size(sharding.parameters)
+    # Stages 0 and 1 add up full gradients over the microbatches of a step.
     gradients = states if blueprint.reduces_every_backward else 1
     return _ShardCounts(states, parameters, gradients, size(sharding.replicas))
 

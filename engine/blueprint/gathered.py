@@ -45,6 +45,7 @@ class _Tally:
 class _CountedGroup:
     """A `ShardedGroup` that counts its memory instead of taking it."""
 
+    # Nobody keeps a group full in a planned microbatch, so `keeper` stays None.
     frees_memory = True
     keeper = None
 
@@ -73,6 +74,7 @@ def _counted(tally: _Tally, plan: GroupPlan, nbytes: int) -> ShardedGroup:
     return cast(ShardedGroup, _CountedGroup(tally, plan, nbytes))
 
 
+# A planner may run without gradients, and `begin_forward` would then expect no backward.
 @torch.enable_grad()
 def _run_microbatch(sequence: UnitSequence) -> None:
     """Run forward and backward of a model that uses each block once, in order."""
@@ -92,6 +94,7 @@ def _run_microbatch(sequence: UnitSequence) -> None:
 def _run_schedule(plan: PipelinePlan, units: list[Unit]) -> None:
     stages = {stage: plan.members(units, stage) for stage in plan.stages}
     scheduled = ScheduledUnits(units, stages, cast(Mesh, None))  # only sums of tied weights use the mesh
+    # Forwards, backwards and messages neither gather nor release.
     for action in plan.training.actions[plan.place]:
         if action.op is Op.GATHER:
             scheduled.gather(action.stage)

@@ -56,6 +56,7 @@ class OffloadPlan:
         zero = config.zero_optimization
         wanted = zero.offload_param.device if zero.offloads_parameters else "none"
         parameters, states = placement_of(wanted, is_apart), _placement_of_states(config, is_apart, has_rule)
+        # On an accelerator the shards go through host buffers, and no pages move.
         if parameters is Placement.FILE and not is_apart:
             _check_pages(config)
         if parameters is Placement.HOST and zero.offload_optimizer.is_delayed:
@@ -72,7 +73,9 @@ class OffloadPlan:
             notes.append("offload_optimizer: no effect, since the model on the CPU has its states in host memory")
         plan = StatesPlan()
         if states is not Placement.MODEL:
+            # Undoing an update needs the state before it.
             num_versions = 2 if offload.overlap == "speculative" else 1
+            # Beside an accelerator a shard is updated as a whole: its gradient is on the host or on the device.
             plan = StatesPlan(offload.ratio, in_whole_shards=is_apart, num_versions=num_versions)
         activations = placement_of(config.activation_checkpointing.offload.device, is_apart)
         if config.activation_checkpointing.offload.device == "cpu" and activations is Placement.MODEL:
@@ -114,6 +117,7 @@ def shard_store_of(config: Config, offload_plan: OffloadPlan, world: World) -> S
     if offload_plan.parameters is Placement.HOST:
         return ShardStore(HostStore(_pool(wanted, world)))
     store = file_store(config, world, wanted)
+    # Files are read into host memory: an accelerator's shards pass through a buffer there.
     return ShardStore(StagedStore(store, _pool(wanted, world)) if offload_plan.is_apart else store)
 
 
@@ -151,6 +155,7 @@ def _placement_of_states(config: Config, is_apart: bool, has_rule: bool) -> Plac
             'found an optimizer of the caller; set "none"'
         )
     placement = placement_of(wanted.device, is_apart)
+    # The states of a caller's optimizer are made in its first step, and their names and sizes are unknown here.
     if placement is not Placement.MODEL and not has_rule:
         other = '"none"' if is_apart else '"cpu" or "none"'
         raise ValueError(

@@ -70,6 +70,7 @@ class OptimizerPlan:
         if choice is None and config.optimizer is None:
             _check_needs_none(config)
             return cls([], {}, FusedUpdate(_NOTHING, {}, torch.float32, backend), None)
+        # An optimizer instance may have parameters that the user will unfreeze later.
         if not trained and not isinstance(choice, torch.optim.Optimizer):
             raise ValueError(
                 f"model: expected a parameter that requires a gradient, found {len(params)} parameters that do not; "
@@ -81,6 +82,7 @@ class OptimizerPlan:
                 "optimizer with a group for each kind of parameter"
             )
         if choice is not None:
+            # Twice: a class is refused before it is called, and a function may return an optimizer of any class.
             _check_by_element(choice)
             make = cast(Callable[[Any], torch.optim.Optimizer], choice)
             own = choice if isinstance(choice, torch.optim.Optimizer) else make(trained)
@@ -105,6 +107,7 @@ class OptimizerPlan:
         record = record_like(own)
         if record is not None:
             update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
+            # The caller's dictionaries, not copies: schedulers of the caller write the learning rate there.
             return cls(own.param_groups, own.defaults, update, None, masters, seed)
         if masters.remainder is not None:
             raise ValueError(
@@ -126,6 +129,7 @@ class OptimizerPlan:
 
     def role_of(self, param: nn.Parameter) -> Role:
         """Return the role of a parameter of the model, as in the table above."""
+        # Integers (quantized base weights) have no gradient, even if the optimizer lists them.
         if id(param) in self._members and param.is_floating_point():
             return Role.UPDATED
         return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
@@ -157,6 +161,7 @@ class OptimizerPlan:
 
     def options_index(self, group: GroupPlan) -> int:
         """Return the index in param_groups if a group's states depend on it, else 0."""
+        # `_divided` makes two groups of options: 0 has the matrices, 1 has the rest.
         return int(self.moves_matrices and not self.is_matrix(group.params[0][1]))
 
     def is_matrix(self, param: nn.Parameter) -> bool:
@@ -221,8 +226,10 @@ def _divided(
         by_kind = [[param for param in trained if (param.dim() >= 2) is wanted] for wanted in (True, False)]
         return [{"params": by_kind[i], **options, "is_matrix": i == 0, "is_other": i == 1} for i in (0, 1)]
     others = {id(p) for part in module.modules() if isinstance(part, nn.Embedding) for p in part.parameters(False)}
+    # A tied weight has several names. Any of them can tell that it is an embedding or a head.
     for name, param in module.named_parameters(remove_duplicate=False):
         parts = name.lower().split(".")
+        # The last part of a name is the parameter. The part before it is the module, such as "head" in timm's models.
         if any(word in part for part in parts for word in ("embed", "lm_head")) or parts[-2:-1] == ["head"]:
             others.add(id(param))
         if getattr(param, "use_muon", False) and param.dim() != 2:

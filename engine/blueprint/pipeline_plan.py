@@ -126,6 +126,7 @@ class PipelinePlan:
             return schedule
         # Equal times for all stages: each rank makes these lists, and they must agree, so nothing measured enters.
         costs = replace(Costs.uniform(schedule.num_stages), parameter_bytes=tuple(map(float, self.numel)))
+        # A schedule from a file may have its own gathers.
         gathers = self.frees_parameters and not schedule.has_any(Op.GATHER)
         return complete(schedule, costs, gathers=gathers, budget=self.budget)
 
@@ -149,11 +150,13 @@ class PipelinePlan:
             if name not in tied
         }
         shared = [
+            # The root module: no module of a stage is alone in reading a tied parameter.
             UnitPlan(_TIED.format(name), root, ((name, params[name]),), (Replicas(PIPE, places),))
             for name, places in tied.items()
         ]
         found = []
         for place in range(self.schedule.num_ranks):
+            # Each place has a root unit, if only an empty one: the root comes first in `ScheduledUnits`.
             found.append([replace(units[0], params=())])
             found[place] += [unit for unit in shared if place in unit.copies[0].places]
         for number, unit in enumerate(units):
@@ -182,6 +185,7 @@ def agreed_split(world: World, config: Config, module: nn.Module, sample: Sample
         except Exception as error:  # also errors of the model's forward
             failure = error
     split, text = world.broadcast_object((split, None if failure is None else str(failure)))
+    # Rank 0 raises the error itself, with its traceback. The other ranks have only its text.
     if failure is not None:
         raise failure
     if text is not None:
@@ -191,6 +195,7 @@ def agreed_split(world: World, config: Config, module: nn.Module, sample: Sample
 
 def split_of(config: Config, module: nn.Module, sample: Sample | None) -> SplitPlan:
     """Divide the blocks over stages. sample: runs the model with a batch; None: the model does not run."""
+    # A deferred parameter is a single element that is expanded to a shape: see `deferred.py`.
     has_values = all(param.untyped_storage().nbytes() >= param.nbytes for param in module.parameters())
     if config.zero_optimization.layered_gradient_accumulation:
         try:

@@ -61,10 +61,12 @@ def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: C
         found = ParallelShard.all_of(param)
         if tensor is not None:
             tensor_shard, places = tensor.tensor_shard(param, place_on(TENSOR))
+            # A parameter beside split layers is whole on several ranks. Each computes all of its gradient.
             found = ParallelShard(tensor_shard, (Replicas(TENSOR, places, are_added=False),) if len(places) > 1 else ())
         rows = None if experts is None else experts.rows(param, place_on(EXPERT))
         if rows is None:
             return found
+        # Experts are stacked along dimension 0.
         return replace(found, tensor_shard=found.tensor_shard.cut(0, *rows), portioned=(EXPERT,))
 
     return share
@@ -88,6 +90,7 @@ class Places:
         """
         num_parts, num_experts = self.splits.degrees
         if alike is not None:
+            # Repeated, so that `Blueprint.place_of` finds a plan for every place.
             return tuple(one for one in alike.plans(self) for _ in range(num_experts * num_parts))
         return tuple(
             self.plan(own, of_experts, part)
@@ -141,6 +144,7 @@ class AlikePlaces:
         stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
         key = stages, places.sharding, places.parallel_dims
         if key not in self._plans:
+            # Which stages are equal does not depend on the division: a search compares them once for all divisions.
             if stages not in self._stages:
                 self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())
             different = {id(units): units for units in self._stages[stages]}

@@ -52,7 +52,6 @@ def checksum_of(values: memoryview) -> int:
 
 def _write_entry(archive: zipfile.ZipFile, name: str, data: bytes | memoryview) -> zipfile.ZipInfo:
     entry = zipfile.ZipInfo(f"{_FOLDER}/{name}", _OLDEST_DATE)
-    entry.file_size = len(data)
     with archive.open(entry, "w") as file:
         file.write(data)
     return entry

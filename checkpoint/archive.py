@@ -69,10 +69,12 @@ class _TensorPickler(pickle.Pickler):
             return NotImplemented
         shape = tuple(value.shape)
         arguments = (value.untyped_storage(), 0, shape, value.stride(), False, _NO_HOOKS, value.dtype)
+        # v3 takes the dtype as an argument. v2 needs a typed storage, which torch lacks for newer dtypes.
         return torch._utils._rebuild_tensor_v3, arguments
 
 
 def _pickled_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     buffer = io.BytesIO()
+    # On meta: the values are beside the pickle. Protocol 2 is that of `torch.save`.
     _TensorPickler(buffer, protocol=2).dump(torch.empty(shape, dtype=dtype, device="meta"))
     return buffer.getvalue()

@@ -34,6 +34,7 @@ class Checkpoint:
         self.path = path
         self.manifest = Manifest.read(path / MANIFEST)
         for entry in self.manifest.files:
+            # A truncated file is found before the caller changes anything, for the cost of a `stat`.
             self._check_size(entry.name, entry.nbytes)
 
     @property
@@ -72,6 +73,7 @@ class Checkpoint:
         advance: called with the number of bytes verified since the last call.
         """
         for entry in self.manifest.files:
+            # The chunks of a data file have checksums of their own, and are verified below.
             if entry.crc32 is not None:
                 self._read_small(entry)
         CheckpointReader(self.path, self.manifest.tensors, self._contents[1]).verify(advance)
@@ -142,6 +144,7 @@ def check_coverage(tensors: Mapping[str, TensorInfo], rows: RowsByName, file_siz
     """
     for name, found in rows.items():
         info = tensors.get(name)
+        # Options of parameter groups are pickles in the file, and no tensors: only torch's readers use them.
         if info is None and not name.startswith(PARAM_GROUPS):
             raise ValueError(f"an index has rows of {shortened(name)}, which the description does not name")
         for rank, row in found:
@@ -151,6 +154,7 @@ def check_coverage(tensors: Mapping[str, TensorInfo], rows: RowsByName, file_siz
 
 
 def _check_place(row: Row, info: TensorInfo | None, file_nbytes: int, rank: int) -> None:
+    # All numbers are from a file: a reader takes memory for `nbytes`, and reads them at `values_offset`.
     nbytes = row.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
     values_end, end = row.values_offset + nbytes, row.offset + row.nbytes
     if not (row.offset <= row.values_offset and values_end <= end <= file_nbytes and nbytes <= MAX_VALUES_BYTES):
@@ -169,6 +173,7 @@ def _check_elements(name: str, info: TensorInfo, rows: Sequence[tuple[int, Row]]
                 f"{row.chunk.sizes}, which is no part of its shape {info.shape}"
             )
     chunks = [row.chunk for _, row in rows]
+    # Most tensors are written as flat ranges, for which sorted starts suffice.
     if all(chunk.is_range_of(info.shape) for chunk in chunks):
         problem = _gap_between_ranges(chunks, info.shape)
     else:
@@ -193,11 +198,13 @@ def _gap_between_chunks(chunks: Sequence[TensorChunk], shape: tuple[int, ...]) -
     """
     open_boxes: list[TensorChunk] = []  # chunks that extend to the first row of the current chunk
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        # A chunk of a scalar is a range, so each chunk here has a first dimension.
         open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
         for other in open_boxes:
             common = chunk.common(other)
             if common is not None:
                 return f"element {common.start_in(shape)} in two rows"
         open_boxes.append(chunk)
+    # The chunks lie in the tensor and share no element, so a count of their elements shows a gap.
     covered, numel = sum(chunk.numel for chunk in chunks), math.prod(shape)
     return None if covered == numel else f"{covered} of its {numel} elements in rows"

@@ -186,6 +186,7 @@ def _split(chunk: TensorChunk, max_numel: int) -> Iterator[TensorChunk]:
         yield chunk
         return
     dim = next(index for index, size in enumerate(chunk.sizes) if size > 1)
+    # At least 1: a row that is still too long is cut along the next dimension.
     rows = max(1, max_numel // math.prod(chunk.sizes[dim + 1 :]))
     end = chunk.offsets[dim] + chunk.sizes[dim]
     for first in range(chunk.offsets[dim], end, rows):

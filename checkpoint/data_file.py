@@ -108,6 +108,7 @@ class DataFile:
         for descriptor in (self._descriptor, self._direct):
             if descriptor >= 0:
                 os.close(descriptor)
+        # A second close must not close a file that has been given the same number since.
         self._descriptor = self._direct = -1
 
     def read(self, parts: Sequence[FileChunk]) -> None:

@@ -53,6 +53,7 @@ def option_blobs(kind: str, groups: Sequence[Mapping[str, Any]], names: Optimize
     for index, (group, params) in enumerate(zip(groups, names.groups, strict=True)):
         for key, value in {**_torch_options(kind), **group, "params": list(params)}.items():
             buffer = io.BytesIO()
+            # A reader of that format calls `torch.load` on each blob.
             torch.save(value, buffer)
             blobs.append((f"{PARAM_GROUPS}{index}.{key}", buffer.getvalue()))
     return blobs
@@ -97,6 +98,7 @@ def metadata_bytes(
                 paths[key] = ("optim", "param_groups", int(number), option)
 
     for name, info in tensors.items():
+        # The number of steps is stored once, and listed below for each parameter.
         if name != STEP and not name.startswith(f"{STEP}."):
             add_tensor(name, info, source=name)
     for alias, name in aliases.items():
@@ -123,5 +125,6 @@ def _torch_options(kind: str) -> dict[str, Any]:
     twin = None if record is None else record.torch_twin
     if record is None or twin is None:
         return {}
+    # The first parameter of a torch optimizer is `params`, no option.
     parameters = list(inspect.signature(twin).parameters.values())[1:]
     return {**{parameter.name: parameter.default for parameter in parameters}, **record.torch_options}

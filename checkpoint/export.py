@@ -91,6 +91,7 @@ class ExportFolder:
             path = self._unfinished / file.name
             with _named(path), path.open("wb") as opened:
                 opened.write(file.header)
+                # The whole length: ranks write their tensors at offsets, in any order.
                 opened.truncate(file.nbytes)
         contents = dict(model_files)
         if self._plan.index is not None:
@@ -110,6 +111,7 @@ class ExportFolder:
         begins. Raises OSError with the path of the file.
         """
         staging = allocate_host(CHUNK_BYTES)  # takes memory only when written
+        # Only neighbours are grouped: views that are not ordered by file would open and sync a file again and again.
         for file, group in groupby(chunk_views, lambda chunk_view: self._places[chunk_view.name].file):
             path = self._unfinished / file
             with _opened(path) as descriptor:
@@ -128,6 +130,7 @@ class ExportFolder:
         others = sorted({path.name for path in self._unfinished.iterdir()} - {*files, INDEX})
         last = [] if self._plan.index is None else [INDEX]
         is_model = any(_OF_AN_EXPORT.fullmatch(name) for name in files)
+        # A file with another name (`WeightsPlan.of_one`) lies beside a model, which stays.
         old = {path.name for path in self.folder.iterdir() if is_model and _OF_AN_EXPORT.fullmatch(path.name)}
         # The moves are not one atomic step. If they are interrupted, the old index must not name new files. Without an
         # index, readers refuse numbered files (`_find_in_folder`).
@@ -209,6 +212,7 @@ def _values(source: TensorSource, plan: WeightsPlan) -> Iterator[ChunkView]:
 def _write_all(descriptor: int, chunk: Tensor, offset: int) -> None:
     memory = chunk.view(torch.uint8).numpy().data
     while memory:
+        # A write may be short: a signal ends it early, or the disk is full.
         count = os.pwrite(descriptor, memory, offset)
         memory, offset = memory[count:], offset + count
 

@@ -48,6 +48,7 @@ def folder_path(path: str | os.PathLike[str]) -> Path:
 
 def check_tag(tag: str) -> None:
     """Raise ValueError unless the tag is a plain folder name."""
+    # A leading dot is for the names that the folder makes: `.saving-`, `.owner-` and so on.
     if not _is_plain(tag) or tag.strip() != tag or tag[0] == "." or tag == LATEST:
         raise ValueError(
             f"tag: expected a folder name of at most {_MAX_BYTES} bytes, without slashes, without a leading dot, "
@@ -66,6 +67,7 @@ def check_model_file(name: str) -> None:
 
 def check_weights_file(name: object) -> None:
     """Raise ValueError if an index of safetensors names a file outside its folder."""
+    # Subfolders are allowed. A path to elsewhere would let an index name any file.
     path = PurePath(name) if isinstance(name, str) and name.isprintable() else None
     if path is None or path.is_absolute() or not path.parts or ".." in path.parts:
         raise ValueError(f"expected names of files below the folder of the index, found {shortened(name)}")
@@ -88,6 +90,7 @@ def shortened(value: object) -> str:
 
 
 def _is_plain(name: str) -> bool:
+    # A backslash separates folders on Windows, where a checkpoint may be copied to.
     return name.isprintable() and not {*"/\\"} & {*name} and 0 < len(name.encode()) <= _MAX_BYTES
 
 
@@ -115,6 +118,7 @@ def sync_folder(folder: Path) -> None:
 
 def read_regular(path: Path) -> bytes:
     """Read a whole file. Raises OSError, also for a pipe or a device, which might never end."""
+    # O_NONBLOCK: to open a pipe would wait for a writer. The open file is checked, since a path may change.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         check_regular(os.fstat(descriptor), path)

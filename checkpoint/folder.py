@@ -96,6 +96,7 @@ class CheckpointFolder:
         Raises NoCheckpointError if there is none, CheckpointError if it is damaged.
         """
         chosen = self.find(tag)
+        # The second path exists alone if a job died between the two renames of [Note: never half].
         return Checkpoint(next(path for path in self._paths_of(chosen) if path.is_dir()))
 
     def find(self, tag: str | None = None) -> str:
@@ -140,6 +141,7 @@ class CheckpointFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_remains()
         target = self.saving_folder(tag)
+        # Whoever left it: the owner of a job on another host cannot be judged, and this job saves the tag anew.
         shutil.rmtree(target, ignore_errors=True)
         try:
             # The owner first: a folder without an owner could not be told from that of a dead job.
@@ -164,6 +166,7 @@ class CheckpointFolder:
         for rank in range(manifest.num_files):
             text = (saving / index_name(rank)).read_bytes()
             ranks.append(RankIndex.from_json(text))
+            # No checksum of the file: each of its rows has a checksum, and a part can then be verified alone.
             files.append(FileEntry(name=data_name(rank), nbytes=ranks[-1].file_nbytes, crc32=None))
             files.append(FileEntry(name=index_name(rank), nbytes=len(text), crc32=zlib.crc32(text)))
         prefixed = {f"model.{alias}": f"model.{name}" for alias, name in manifest.aliases.items()}
@@ -240,8 +243,10 @@ class CheckpointFolder:
     def _manifests(self, warns: bool = False) -> dict[str, Manifest]:
         """Read the description of each complete checkpoint, by tag, oldest first. See [Note: neighbours]."""
         found: dict[str, Manifest] = {}
+        # If both exist, the folder with the tag's name is newer: it comes later and takes the place in `found`.
         replaced_first = sorted(self._entries(), key=lambda entry: not entry.name.startswith(_REPLACED))
         for entry in replaced_first:
+            # A broken link counts as a description: its checkpoint is damaged, and a warning says so.
             if not os.path.lexists(entry / MANIFEST):
                 continue
             tag = entry.name.removeprefix(_REPLACED)
@@ -256,6 +261,7 @@ class CheckpointFolder:
     def _keep_last(self, count: int, newest: str) -> None:
         """newest: counts as the last, even if `latest` was unreadable and could not order the times."""
         automatic = [tag for tag, manifest in self._manifests(warns=True).items() if not manifest.has_own_tag]
+        # A stable sort: it moves only the newest tag, to the end.
         automatic.sort(key=lambda tag: tag == newest)
         for tag in automatic[:-count]:
             with _tolerated(self.path / tag):
@@ -291,6 +297,7 @@ def _is_abandoned(owner: Path, saving: Path) -> bool:
     try:
         return bool(WritingProcess.parse(json.loads(read_regular(owner))).is_dead)
     except (ValueError, RecursionError):
+        # Without a readable owner, a folder may be in use. Without a folder nothing can be lost.
         return not saving.exists()
 
 
@@ -324,6 +331,7 @@ class WritingProcess(FileContent):
             return False
         try:
             found = psutil.Process(self.pid)
+            # A zombie writes nothing more, but keeps its pid until its parent asks for it.
             return found.create_time() != self.started or found.status() == psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, ValueError, OverflowError):
             return True

@@ -130,6 +130,7 @@ class LeftOut(TensorInfo):
 
 def _from_list(value: object) -> object:
     """Name the fields of a `TensorInfo` or `LeftOut`, which is a list in files."""
+    # Not strict: a TensorInfo has two values, a LeftOut three. Fields check what is missing.
     return dict(zip(("dtype", "shape", "digest"), value, strict=False)) if isinstance(value, list) else value
 
 
@@ -236,6 +237,7 @@ class Manifest(FileContent):
 
 def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
     """Raise ValueError unless these are the files of `num_ranks` ranks, with a checksum for each small file."""
+    # `num_ranks` is a number from the file: it is compared before a loop runs that often.
     expected: dict[str, bool] = {}
     if len(files) == 2 * num_ranks + 1:
         expected = {DCP_METADATA: True}

@@ -66,6 +66,7 @@ class _Read:
 
     def fits(self, targets: Sequence[Tensor]) -> bool:
         """Return True if the chunk's bytes can be read directly into the single target."""
+        # The checksum covers the whole chunk, so a part of it cannot be verified in the target.
         if self.common[0].chunk.numel != self.row.chunk.numel:
             return False
         target = targets[0]
@@ -102,6 +103,7 @@ class CheckpointReader:
         in_memory = [
             read for chunk_view in chunk_views if chunk_view.is_in_memory for read in self._reads_of(chunk_view)
         ]
+        # The order of the files: requests then move forward, and neighbours are read together.
         in_memory.sort(key=lambda read: (read.rank, read.offset))
         # Only a single stored range is open at a time, so stored ranges are filled in their order, by this thread.
         elsewhere = [
@@ -129,6 +131,7 @@ class CheckpointReader:
         for name, rows in self._rows.items():
             for rank, row in rows:
                 info = self.tensors.get(name)
+                # Options of parameter groups have no dtype: their archive is the value.
                 nbytes = row.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
                 by_rank.setdefault(rank, []).append((row, nbytes))
         for rank, members in sorted(by_rank.items()):
@@ -178,6 +181,7 @@ class CheckpointReader:
         targets = [read.targets() for read in batch]
         # A chunk goes directly into its target, or into a piece of this thread's buffer: verified, then distributed.
         fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
+        # Rounded: a view of bytes as a dtype must begin at a multiple of the element size.
         sizes = [0 if fit else _rounded(read.nbytes) for read, fit in zip(batch, fits, strict=True)]
         pieces = torch.split(self._buffer(sum(sizes)), sizes)
         memories = [

@@ -146,6 +146,7 @@ def _parts(tensors: Mapping[str, TensorInfo], shard_bytes: int) -> list[dict[str
     current: dict[str, TensorInfo] = {}
     held = 0
     for name, info in tensors.items():
+        # A large tensor gets its file at once, before the open part: Hugging Face's order.
         if info.nbytes > shard_bytes:
             parts.append({name: info})
             continue
@@ -289,6 +290,7 @@ def _find_by_index(index: Path) -> dict[str, TensorPlace]:
 
 def read_header(file: Path) -> dict[str, TensorPlace]:
     """Read the places of a file's tensors. Raises ValueError with the file name if the header is not sound."""
+    # To open a pipe would wait for a writer.
     if not file.is_file():
         raise ValueError(f"'{file}' is not a safetensors file: expected a regular file, found a pipe or a device")
     size = file.stat().st_size
@@ -322,6 +324,7 @@ def _place(
     dtype = _DTYPES.get(dtype_name)
     if dtype is None:
         raise ValueError(f"'{file}': tensor {name} has dtype {dtype_name}; expected one of {', '.join(_DTYPES)}")
+    # A negative offset would read before the tensors. JSON may also have 1.0, which is no size.
     if len(offsets) != 2 or not all(isinstance(number, int) and number >= 0 for number in (*shape, *offsets)):
         raise ValueError(
             f"'{file}': tensor {name}: expected whole numbers of at least 0, found shape {list(shape)} and "

@@ -51,6 +51,7 @@ def decode(content: Any, where: str) -> Any:
 
 def check_depth(content: Any, where: str) -> None:
     """Raise ValueError for JSON with more than MAX_DEPTH levels."""
+    # Level by level: the content may be nested deeper than Python's stack, which is the fault to find.
     level = [content]
     for _ in range(MAX_DEPTH + 1):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
@@ -65,6 +66,7 @@ def _too_deep(where: str) -> ValueError:
 
 
 def _encode(value: Any, where: str) -> Any:
+    # Exact types: an IntEnum would return as an int. It is refused below.
     if value is None or type(value) in (bool, int, str):
         return value
     # By exact type: np.float64 is a float too, and returns as np.float64 (`_encode_array`).
@@ -128,12 +130,14 @@ def _encode_array(value: Any, where: str) -> dict[str, Any]:
 
 def _decode_tensor(value: dict[str, Any]) -> Tensor:
     dtype = dtype_named(value["dtype"])
+    # A bytearray, since torch and the caller may write to the memory. torch refuses an empty one.
     data = bytearray(base64.b64decode(value["base64"], validate=True))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(value["shape"])
 
 
 def _decode_array(value: dict[str, Any]) -> Any:
+    # NumPy refuses dtypes of objects here, so a file cannot name pointers.
     flat = np.frombuffer(bytearray(base64.b64decode(value["base64"], validate=True)), dtype=np.dtype(value["dtype"]))
     return flat.reshape(value["shape"])
 

@@ -37,6 +37,7 @@ def write_part(
         for name, blob in blobs:
             rows.append(Row(name, (), (), file.nbytes, len(blob), file.nbytes, checksum_of(memoryview(blob))))
             file.write(blob)
+    # After the `with`: the data file is on the disk when the index appears.
     RankIndex(file_nbytes=file.nbytes, rows=tuple(rows), own_state=own_state).write(folder / index_name(rank))
 
 
@@ -50,6 +51,7 @@ class Snapshot:
 
     def __init__(self, chunk_views: Sequence[ChunkView], pool: HostPool | None, device: torch.device) -> None:
         """pool: of pinned memory; None if the views are in host memory."""
+        # Each view begins at a multiple of every element size, as a view of bytes as a dtype must.
         sizes = [-(-chunk_view.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for chunk_view in chunk_views]
         if pool is None:
             transient = TransientBuffer(sum(sizes), torch.uint8)

@@ -294,7 +294,7 @@ class Footprint:
     def _leaving(self) -> int:
         """Return the largest shards of gradients in flight between an accelerator and the host."""
         shards = [_sum_bytes(group) for group in self._plan.trained if self.leaves(group)]
-        # A sum of earlier microbatches returns to the device, to which the next gradient is added.
+        # A sum of earlier microbatches returns to the device, where the next gradient is added to it.
         comes_back = self._accumulates and self._blueprint.reduces_every_backward
         in_flight = MAX_LEAVING + MAX_COMING * comes_back
         return sum(sorted(shards)[-in_flight:]) if self._is_on_accelerator else 0

@@ -44,6 +44,7 @@ def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 visit(child_name, child)
             else:
                 for found in running_modules(child_name, child):
+                    # A model that shares layers lists a module several times. Its first name counts.
                     blocks.setdefault(id(found[1]), found)
 
     visit("", model)
@@ -66,6 +67,7 @@ def has_forward(module: nn.Module) -> bool:
     """Return False for containers, which are never called, and for torch.jit modules, which take no hooks."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
+    # A forward that somebody has set on the module is no method of its class, and counts.
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 

@@ -122,6 +122,7 @@ class Compiled:
         for module in model.modules():
             call = module._compiled_call_impl
             if call is not None:
+                # `module(...)` would call it, and so run a graph that has traced the hooks.
                 self._patches.override(module, "_compiled_call_impl", None)
                 make = _options_of(call)
                 if make is not None:
@@ -164,6 +165,7 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def refuse_to_be_traced(what: str) -> None:
     """Raise RuntimeError if a compiler traces this call. what: the called object, for users."""
+    # None: no compiler is active. False: compiled code runs, and nothing is traced.
     if _frames.get_eval_frame_callback() not in (None, False):
         raise RuntimeError(
             f"torch.compile of {what}: expected its compile(...), found a wrapper that would also trace the engine's "
@@ -184,6 +186,7 @@ def _refusing_to_be_traced(module: nn.Module) -> Callable[..., Any]:
 
 def _putting_back(parent: nn.Module, name: str, inner: nn.Module | None, child: nn.Module | None) -> Callable[[], None]:
     def put_back() -> None:
+        # Else the user has put another module there since, which stays.
         if parent._modules.get(name) is inner:
             parent._modules[name] = child
 

@@ -40,6 +40,7 @@ class ModelPatches:
         """Close an owner that was garbage-collected without `close`. Returns True if there was one."""
         if self._owner is None or self._close_owner is None or self._owner() is not None:
             return False
+        # Taken away first, so that an error of `close` does not come again with the next engine.
         close, self._close_owner = self._close_owner, None
         close()
         return True
@@ -51,6 +52,7 @@ class ModelPatches:
     def override(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module, such as `forward`, in place of its class's attribute or an earlier override."""
         before = module.__dict__.get(name, _NOTHING)
+        # Not by setattr: nn.Module would register a module as a child.
         module.__dict__[name] = value
         self._undo.callback(_take_off, module, name, value, before)
 

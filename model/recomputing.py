@@ -32,6 +32,7 @@ class _SameTensors(TorchFunctionMode):
     """Lets deep copies share the tensors of the original."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # The tensors of a cache may have a graph, and torch refuses deep copies of these.
         return args[0] if func is Tensor.__deepcopy__ else func(*args, **(kwargs or {}))
 
 
@@ -53,6 +54,7 @@ class BufferValues:
 
     def __init__(self, module: nn.Module) -> None:
         # Copies, since `_version` does not show changes of BatchNorm's statistics and changes through `.data`.
+        # A TorchScript module has a wrapper in place of the dict, which cannot be cleared.
         owners = [part._buffers for part in module.modules() if part._buffers and isinstance(part._buffers, dict)]
         self._before = [(owner, dict(owner)) for owner in owners]
         buffers = {id(one): one for _, held in self._before for one in held.values() if one is not None}
@@ -92,4 +94,5 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         for part, was_training in modes:
+            # Not by `train()`, which would set the modules within it too, and which a user may override.
             part.training = was_training

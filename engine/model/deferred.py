@@ -134,6 +134,7 @@ class DeferredModel(LaterModel):
             ending.setdefault(index, []).append(storage)
         overwritten = self._overwritten()
         real = dict(self._constants)
+        # Constants that no operation uses have no last operation, and go to their places first.
         for storage in [key for key in real if key not in last_use]:
             yield from self._hand_over(real, storage, waiting)
         for index, operation in enumerate(self._operations):
@@ -188,9 +189,11 @@ class DeferredModel(LaterModel):
         for owner, module in self.module.named_modules():
             prefix = f"{owner}." if owner else ""
             for name, param in module._parameters.items():
+                # `check_model` refuses lazy parameters, and says why.
                 if param is None or id(param) in given or isinstance(param, nn.UninitializedParameter):
                     continue
                 if id(param) not in shells:
+                    # One element, expanded: a shape without memory. On the CPU, whatever the default device is.
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
                     _take_over(shell, param)
@@ -199,6 +202,7 @@ class DeferredModel(LaterModel):
                     self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]
             for name, buffer in module._buffers.items():
+                # Other buffers have their values already.
                 if buffer is not None and buffer.is_meta:
                     self._await(places, prefix + name, buffer, partial(module._buffers.__setitem__, name))
         unknown = [place.name for place in places.values() if place.view.storage not in made]
@@ -257,13 +261,16 @@ class _FileMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        # A result that shares memory with an argument (a view, an operation in place) must keep it.
         is_new = isinstance(result, Tensor) and all(one.alias_info is None for one in func._schema.returns)
         if not is_new or result.device.type != "cpu" or result.layout != torch.strided or result.nbytes < _FILE_BYTES:
             return result
+        # A part of a storage may share it with other results.
         if result.untyped_storage().nbytes() != result.nbytes:
             return result
         with tempfile.TemporaryFile() as file:
             file.truncate(result.nbytes)
+            # The storage keeps the mapping, which outlives the file object. The kernel frees the file with it.
             memory = torch.frombuffer(mmap.mmap(file.fileno(), result.nbytes), dtype=torch.uint8)
         mapped = torch.empty(0, dtype=result.dtype)
         mapped.set_(memory.untyped_storage(), 0, result.shape, result.stride()).copy_(result)
@@ -328,6 +335,7 @@ def _within(name: str, value: Any, put: Callable[[Any], None], known: set[int], 
 
         def put_in(index: int, one: Any) -> None:
             items[index] = one
+            # A tuple cannot be changed. A named tuple takes its items as arguments.
             put(type(value)(*items) if hasattr(value, "_fields") else type(value)(items))
 
         yield from _items(name, enumerate(value), put_in, known, depth)

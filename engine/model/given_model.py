@@ -62,6 +62,7 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
             return module, values_of(module.parameters(), world)
     if draws:
         later.random_state = world.broadcast_object(later.random_state)
+    # Lazy: values come when the shards exist, about a parameter at a time.
     return later.module, chain(values_of(later.given, world), later.values())
 
 
@@ -73,6 +74,7 @@ def _built_in_turn(build: Callable[[], nn.Module], world: World, refusal: NotRec
     module = None
     # Rank 0 is the last of its host, so that no rank builds while rank 0 holds its values.
     for turn in reversed(range(max(map(world.hosts.count, world.hosts)))):
+        # Hosts may have fewer ranks than there are turns. All ranks still take part in each barrier.
         if peers.index(world.rank) == turn:
             try:
                 module = build_in_files(build)

@@ -71,6 +71,7 @@ def _width_of(module: nn.Module) -> int:
     if not queries:
         return 0
     outputs = [size for name, size in inputs.items() if size and _OUTPUTS.fullmatch(name)]
+    # The input of an output layer is heads x head size. That of a query layer is the model's width, which may differ.
     return (outputs or queries)[-1]
 
 

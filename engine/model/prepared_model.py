@@ -56,10 +56,12 @@ def fuse_modules(
     if wanted == "auto":
         reason, found = where_triton_runs(world.device, backends)
         names = _beside_splits(wanted, found) if config.parallel.tensor > 1 else found
+        # A user who has not written the key need not read how it was decided.
         if "fuse_modules" in config.kernels.model_fields_set:
             lines.append(f'config: kernels.fuse_modules: "auto" is {str(bool(names)).lower()}: {reason}')
         if compiled and names:
             lines.append('config: kernels.fuse_modules: "auto" leaves the layers of compiled blocks to torch.compile')
+    # Both replace the head and the loss of the same forward.
     if config.tiles.loss and "linear_cross_entropy" in names:
         names.remove("linear_cross_entropy")
         lines.append("config: kernels.linear_cross_entropy: no effect here: tiles.loss computes head and loss")
@@ -192,8 +194,10 @@ class PreparedModel:
         differ.
         """
         module, values = module_and_values(model, world)
+        # Before anything is put on the module, which an open engine may have.
         take(module, patches)
         compiled = Compiled(module, patches, loads=config.compile.blocks)
+        # Without torch's wrappers, with which names of parameters begin with "_orig_mod".
         module = compiled.module
         check_model(module)
         check_ranks_agree(world, config, module)

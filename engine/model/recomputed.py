@@ -32,6 +32,7 @@ def checkpoint_activations(units: Sequence[UnitPlan], every: int, patches: Model
 
 def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward under activation checkpointing. said: cache types that the log has reported."""
+    # An evaluation keeps no activations, so there is nothing to recompute.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     caches = [type(one).__name__ for one in (*args, *kwargs.values()) if _adds(one)]
@@ -49,6 +50,7 @@ def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], 
 
 def _adds(value: Any) -> bool:
     """Return whether a value is a key-value cache, as in transformers."""
+    # By name, since transformers need not be installed.
     return type(value).__name__.endswith("Cache")
 
 

@@ -79,9 +79,11 @@ class View:
     @classmethod
     def of(cls, tensor: Tensor) -> View:
         """Describe a tensor. Raises NotRecordedError if its memory does not hold its values."""
+        # The flags make values differ from the bytes in memory, which is all that a view describes.
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotRecordedError("makes tensors that are sparse, conjugated or negated by a flag")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
+        # The address of the storage in C++: each call of `untyped_storage` makes another Python object.
         return cls(tensor.untyped_storage()._cdata, shape, strides, int(tensor.storage_offset()), tensor.dtype)
 
     def of_values(self, base: Tensor) -> Tensor:
@@ -166,6 +168,7 @@ class Recording:
         outside = torch.get_rng_state()
         self._state = outside if all_on_meta else None
         try:
+            # The mode that is entered last sees a call first: `data` handles `torch.tensor` before `on_meta` does.
             with on_meta, data, _OperationRecorder(self), _trunc_normal_recorded(self):
                 yield
             self._check_state()
@@ -196,6 +199,7 @@ class Recording:
     ) -> None:
         """Record an operation on meta tensors. fills: it overwrites every element of its first argument."""
         outputs, inputs = _tensors_in(result), _tensors_in((args, kwargs))
+        # Values are computed now. An operation that uses them later keeps a copy: see `_described`.
         if not any(tensor.is_meta for tensor in (*outputs, *inputs)):
             return
         if self.random_state is None:
@@ -296,6 +300,7 @@ class _OnMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # `torch.normal` is a constructor if it is given numbers and a size.
         is_constructor = func in _CONSTRUCTORS or (func is torch.normal and not _tensors_in((args, kwargs)))
         if is_constructor and kwargs.get("device") is None:
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -320,12 +325,14 @@ class _DataRecorder(TorchFunctionMode):
             raise
 
     def _called(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        # Frame 0 is this function, 1 is `__torch_function__`, 2 is the code that called torch.
         if func == _IS_META and _caller_is(sys._getframe(2), nn.init, nn.modules.module):
             # orthogonal_, dirac_ and sparse_ do nothing on meta tensors: their operations must be recorded.
             # load_state_dict warns that it does nothing, and does what is recorded.
             return False
         if func in _OTHER_WITHOUT_VALUES and args[0].is_meta:
             self._owner.refuse(f"calls {func.__name__} of a tensor whose values come later")
+        # torch rebuilds a pickled or copied meta tensor by this call, as another tensor without values.
         if func is torch.empty_strided and _caller_is(sys._getframe(2), torch._utils):
             self._owner.refuse("pickles a tensor, or copies it by copy.copy")
         if func in _MOVES and args[0].is_meta and self._all_on_meta:

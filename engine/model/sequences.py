@@ -100,6 +100,7 @@ class Sequences:
         x = x.detach()
         if not x.dim():
             return self._exchange.sum(x.reshape(1), "a loss of parts")[0] if x.is_floating_point() else x
+        # Parts are rounded up to equal lengths. Any other length is not that of tokens.
         if x.dim() == 1 or x.shape[1] != -(-tokens // self._exchange.size):
             return x
         return self._exchange.gather(x, 1, "an output of parts")[:, :tokens].contiguous()
@@ -152,6 +153,7 @@ class Sequences:
                 if output_of is not None and not has_labels:
                     loss_of = partial(self._seen, trial, output_of)
                 one, other = loss_of(trial.one), loss_of(trial.other)
+                # The whole sequence, then its halves: their losses must add up to that of the whole.
                 divided = [(0, 1), (0, 2), (1, 2)] if trial.has_labels else []
                 parts = [loss_of(self._data_at(*at).part(trial.batch, self._device)) for at in divided]
         finally:
@@ -185,6 +187,7 @@ class Sequences:
                 "same, or call engine(...) and engine.sequence_part(labels)"
             )
         if num_found:
+            # A sum over the ranks, of which `num_found` have the loss and added the same label.
             self._data.ignored = self._data_by_hand.ignored = total // num_found
 
     def _seen(self, trial: SequenceTrial, output_of: Callable[[SequenceShard], Any], part: SequenceShard) -> Tensor:

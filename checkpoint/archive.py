@@ -69,7 +69,7 @@ class _TensorPickler(pickle.Pickler):
             return NotImplemented
         shape = tuple(value.shape)
         arguments = (value.untyped_storage(), 0, shape, value.stride(), False, _NO_HOOKS, value.dtype)
-        # v3 takes the dtype as an argument. v2 needs a typed storage, which torch lacks for newer dtypes.
+        # v3 takes the dtype as an argument. v2 needs a typed storage, and newer dtypes have none.
         return torch._utils._rebuild_tensor_v3, arguments
 
 

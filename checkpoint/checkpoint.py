@@ -73,7 +73,7 @@ class Checkpoint:
         advance: called with the number of bytes verified since the last call.
         """
         for entry in self.manifest.files:
-            # The chunks of a data file have checksums of their own, and are verified below.
+            # Each chunk of a data file has a checksum, and is verified below.
             if entry.crc32 is not None:
                 self._read_small(entry)
         CheckpointReader(self.path, self.manifest.tensors, self._contents[1]).verify(advance)
@@ -173,7 +173,7 @@ def _check_elements(name: str, info: TensorInfo, rows: Sequence[tuple[int, Row]]
                 f"{row.chunk.sizes}, which is no part of its shape {info.shape}"
             )
     chunks = [row.chunk for _, row in rows]
-    # Most tensors are written as flat ranges, for which sorted starts suffice.
+    # Most tensors are written as flat ranges: to sort their starts suffices.
     if all(chunk.is_range_of(info.shape) for chunk in chunks):
         problem = _gap_between_ranges(chunks, info.shape)
     else:

@@ -130,7 +130,7 @@ class ExportFolder:
         others = sorted({path.name for path in self._unfinished.iterdir()} - {*files, INDEX})
         last = [] if self._plan.index is None else [INDEX]
         is_model = any(_OF_AN_EXPORT.fullmatch(name) for name in files)
-        # A file with another name (`WeightsPlan.of_one`) lies beside a model, which stays.
+        # A file with another name (`WeightsPlan.of_one`) lies beside a model. The model stays.
         old = {path.name for path in self.folder.iterdir() if is_model and _OF_AN_EXPORT.fullmatch(path.name)}
         # The moves are not one atomic step. If they are interrupted, the old index must not name new files. Without an
         # index, readers refuse numbered files (`_find_in_folder`).

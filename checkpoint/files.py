@@ -90,7 +90,7 @@ def shortened(value: object) -> str:
 
 
 def _is_plain(name: str) -> bool:
-    # A backslash separates folders on Windows, where a checkpoint may be copied to.
+    # A backslash separates folders on Windows, and a checkpoint may be copied to Windows.
     return name.isprintable() and not {*"/\\"} & {*name} and 0 < len(name.encode()) <= _MAX_BYTES
 
 

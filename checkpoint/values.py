@@ -51,7 +51,7 @@ def decode(content: Any, where: str) -> Any:
 
 def check_depth(content: Any, where: str) -> None:
     """Raise ValueError for JSON with more than MAX_DEPTH levels."""
-    # Level by level: the content may be nested deeper than Python's stack, which is the fault to find.
+    # Level by level: content that is nested deeper than Python's stack is the fault to find.
     level = [content]
     for _ in range(MAX_DEPTH + 1):
         inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]

@@ -35,10 +35,10 @@ class Section(BaseModel):
 
 def _integer(value: object) -> object:
     """The value as an int. 5e8 is an integer, true and "5" are not."""
-    # Before the check of the type: YAML and many templates write 500000000 as 5e8, which JSON reads as a float.
+    # Before the check of the type: YAML and many templates write 500000000 as 5e8, and JSON reads that as a float.
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    # bool is a subclass of int, and pydantic's own int would take true and "5".
+    # bool is a subclass of int, and pydantic's int would take true and "5".
     if isinstance(value, bool) or not isinstance(value, int):
         raise PydanticCustomError("int_type", "expected an integer")
     if abs(value) > MAX_INTEGER:

@@ -2,7 +2,7 @@
 
 [Note: what runs]
 A unit is gathered when its module is called, so it must be a module that is called. A ModuleList, a ModuleDict and a
-class without a forward are never called: the surrounding forward calls the modules in them. So if such a container is
+class without a forward are never called: the surrounding forward calls the modules in them. So if a container is
 in the place of a block, the modules in it that run are the units. Its direct parameters belong to the surrounding
 forward, in the root unit:
 
@@ -25,7 +25,7 @@ MIN_SHARE_OF_PARAMETERS = 0.05
 
 
 class Layers(nn.Sequential):
-    """A sequence whose elements with parameters are blocks, whatever their classes are."""
+    """A sequence: its elements with parameters are blocks, whatever their classes are."""
 
 
 def find_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -64,7 +64,7 @@ def running_modules(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return False for containers, which are never called, and for torch.jit modules, which take no hooks."""
+    """Return False for containers, since they are never called, and torch.jit modules, since they take no hooks."""
     if isinstance(module, torch.jit.ScriptModule):
         return False
     # A forward that somebody has set on the module is no method of its class, and counts.
@@ -90,7 +90,7 @@ def _named_children(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
 
 
 def _has_blocks(module: nn.Module) -> bool:
-    """Return True for `Layers`, and for lists in which at least two and half of the elements share a class."""
+    """Return True for `Layers`, and for a list if at least two and half of its elements share a class."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     if isinstance(module, Layers):

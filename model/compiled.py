@@ -64,7 +64,7 @@ class Compiled:
     def apply(self, units: Collection[nn.Module], blocks: Iterable[nn.Module] | None = None) -> int:
         """Compile the forwards of the wanted modules, now and on later calls of `module.compile()`.
 
-        units: modules whose hooks must not be traced. blocks: with a pipeline, whose stages run the code outside of
+        units: modules whose hooks must not be traced. blocks: with a pipeline, since its stages run the code outside of
         its blocks on absent tensors: nothing else is compiled. Returns the number of wanted modules that contain units.
         """
         if blocks is not None:
@@ -186,7 +186,7 @@ def _refusing_to_be_traced(module: nn.Module) -> Callable[..., Any]:
 
 def _putting_back(parent: nn.Module, name: str, inner: nn.Module | None, child: nn.Module | None) -> Callable[[], None]:
     def put_back() -> None:
-        # Else the user has put another module there since, which stays.
+        # Else the user has put another module in its place since. It stays.
         if parent._modules.get(name) is inner:
             parent._modules[name] = child
 

@@ -38,7 +38,7 @@ def linear_layers(blocks: Iterable[tuple[str, nn.Module]], min_features: int) ->
     found = {}
     for name, block in blocks:
         for inner, layer in block.named_modules(prefix=name):
-            # Subclasses (adapters) and replaced forwards compute otherwise, which torchao's class would ignore.
+            # Subclasses (adapters) and replaced forwards compute otherwise. torchao's class would ignore that.
             is_plain = type(layer) is nn.Linear and "forward" not in vars(layer)
             if not is_plain:
                 continue
@@ -59,7 +59,7 @@ def use_float8(layers: Iterable[nn.Linear], recipe: str, emulates: bool, patches
     config = Float8LinearConfig.from_recipe_name(recipe)
     # Padding: the number of tokens is a dimension of the product that gives the gradient of the weight.
     config = dataclasses.replace(config, emulate=emulates, pad_inner_dim=True)
-    # Two small layers show which attributes torchao adds. They are the same objects for all layers.
+    # Two small layers show the attributes that torchao adds. They are the same objects for all layers.
     with torch.device("meta"):
         added = vars(Float8Linear(MULTIPLE, MULTIPLE, config=config)).items()
         usual = vars(nn.Linear(MULTIPLE, MULTIPLE)).keys()

@@ -37,7 +37,7 @@ class ModelPatches:
         self._owner, self._close_owner = weakref.ref(owner), close
 
     def close_if_lost(self) -> bool:
-        """Close an owner that was garbage-collected without `close`. Returns True if there was one."""
+        """Close an owner that was garbage-collected without `close`. Returns True if it closed an owner."""
         if self._owner is None or self._close_owner is None or self._owner() is not None:
             return False
         # Taken away first, so that an error of `close` does not come again with the next engine.

@@ -47,14 +47,14 @@ def copy_states(values: Any) -> Any:
 
 
 class BufferValues:
-    """A context in which a module computes with copies of the buffers that it had when this was made.
+    """A context that lets a module compute with copies of the buffers that it had when this was made.
 
     Afterwards the module has its buffers back, and changes of the copies are lost. May be entered several times.
     """
 
     def __init__(self, module: nn.Module) -> None:
         # Copies, since `_version` does not show changes of BatchNorm's statistics and changes through `.data`.
-        # A TorchScript module has a wrapper in place of the dict, which cannot be cleared.
+        # A TorchScript module has a wrapper in place of the dict. It cannot be cleared.
         owners = [part._buffers for part in module.modules() if part._buffers and isinstance(part._buffers, dict)]
         self._before = [(owner, dict(owner)) for owner in owners]
         buffers = {id(one): one for _, held in self._before for one in held.values() if one is not None}
@@ -94,5 +94,5 @@ def in_eval_mode(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         for part, was_training in modes:
-            # Not by `train()`, which would set the modules within it too, and which a user may override.
+            # Not by `train()`: it would set the modules within too, and a user may override it.
             part.training = was_training

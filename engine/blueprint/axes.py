@@ -39,9 +39,9 @@ def parallel_dims_of(
     # A host's ranks include those that share a sample. Only its data-parallel ranks form a level.
     level_size, rest = divmod(ranks_of_level or 0, parallel.sequence * parallel.tensor)
     if zero.partition_size == 1 and policy.shards_states and level_size and not rest:
-        # A level must divide the shard group, and hold all experts: the expert axis lies inside of it.
+        # A level must divide the shard group, and hold all experts: the expert axis lies inside.
         group_size = states_size if states_size % level_size or level_size % parallel.expert else level_size
-    # Before the experts are taken out of it: "secondary" counts whole groups.
+    # Before the experts are taken out: "secondary" counts whole groups.
     whole_size = group_size
     num_groups = data_size // states_size
     # The ranks of "expert" are data-parallel too: a part of the shard group, or of the replicas if nothing is sharded.

@@ -31,7 +31,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
 
 
 class Timing(Enum):
-    """When a shard is updated: which gradients exist at once, and what is known by then."""
+    """When a shard is updated: the gradients that exist at once, and the knowledge by then."""
 
     AFTER_NORM = "after norm"  # all gradients exist; the norm is known, so the update can be clipped or skipped
     IN_BACKWARD = "in backward"  # gradients of a unit exist; the update is final, without clipping
@@ -107,7 +107,7 @@ class Blueprint:
         device: device type of the ranks. num_hosts: hosts of the ranks. optimizer: as in `initialize`, or planned.
         split: stages of the pipeline, perhaps with their schedule. units, tensor, dtypes: of the model. split, units,
         tensor and dtypes are planned here if None. alike: shares the plans of equal stages, for callers that only need
-        bytes: see `AlikePlaces`; all places of the tensor axis then get the plan of the last, which is the largest.
+        bytes: see `AlikePlaces`; all places of the tensor axis then get the plan of the last, the largest.
         Raises ValueError if config, model and ranks do not fit together.
         """
         zero = config.zero_optimization
@@ -115,7 +115,7 @@ class Blueprint:
         chosen = optimizer if isinstance(optimizer, OptimizerPlan) else OptimizerPlan.of(config, model, optimizer)
         offload_plan = OffloadPlan.of(config, device, chosen.fused is not None)
         wanted, transport = _transports(config, offload_plan, device, num_ranks, num_hosts)
-        # Ranks in shared memory read each other's values in place: there is no message to make smaller.
+        # Ranks in shared memory read each other's values in place: no message could be smaller.
         wire = _wire(config, num_ranks // num_hosts) if transport in ("sockets", "native") else PLAIN
         parallel_dims, sharding = _axes(config, policy, wire, num_ranks)
         dtypes = replace(dtypes, wire=wire)
@@ -168,7 +168,7 @@ class Blueprint:
 
     @property
     def folds(self) -> tuple[tuple[str, ...], ...]:
-        """Axes that are folded into one."""
+        """Groups of axes that are each folded into a single axis."""
         if self.experts is None:
             return self.sharding.folds
         # Experts have a sharding without this axis. (EXPERT, TENSOR): `full_values.py` gathers experts of split layers.
@@ -186,8 +186,8 @@ class Blueprint:
     def shares_gradients(self) -> bool:
         """Whether replicas in shared memory hold a single sum of their gradients.
 
-        Not for an update in backward, which frees gradients at once, nor for a delayed update, which keeps them during
-        the next step. Not if replicas send signs or thin matrices, since each then has a different gradient.
+        Not for an update in backward, since it frees gradients at once, nor for a delayed update, since it keeps them
+        during the next step. Not if replicas send signs or thin matrices, since each then has a different gradient.
         """
         if self.optimizer.sends_signs or self.low_rank is not None:
             return False
@@ -243,7 +243,7 @@ def _transports(
     config: Config, offload_plan: OffloadPlan, device: str, num_ranks: int, num_hosts: int
 ) -> tuple[str, str]:
     """Return the wanted transport and the transport it leads to."""
-    # Shared memory would keep a copy of all parameters, which are to rest in files.
+    # Shared memory would keep a copy of all parameters, but they are to rest in files.
     rests_in_pages = offload_plan.parameters is Placement.FILE and not offload_plan.is_apart and num_ranks > 1
     wanted = "sockets" if rests_in_pages else config.communication.transport
     return wanted, transport_for(wanted, device, num_ranks, num_hosts)

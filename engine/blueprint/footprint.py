@@ -120,7 +120,7 @@ def _is_summed(group: GroupPlan) -> bool:
 
 
 class Footprint:
-    """The bytes of one rank, kind by kind."""
+    """Computes the bytes of a rank, kind by kind."""
 
     def __init__(self, blueprint: Blueprint, rank: int) -> None:
         self._blueprint = blueprint
@@ -144,7 +144,7 @@ class Footprint:
         self._gradients: dict[Hashable, int] = {}
         self._of_first_block: set[int] | None = None  # ids of groups; None: not layered
         if blueprint.pipeline is not None and blueprint.pipeline.is_layered:
-            # The backward comes to the first block last, so its unit still accumulates when all others are reduced.
+            # The backward comes to the first block last: its unit accumulates when all units behind it are reduced.
             first = set(blueprint.pipeline.split.parameters[0])
             units = [groups for _, groups in self._plan.units]
             units = [groups for groups in units if any(name in first for one in groups for name, _ in one.params)]
@@ -155,7 +155,7 @@ class Footprint:
         self._resident = {id(group): numel for group, numel in zip(self._plan.updated, numels, strict=True)}
 
     def at(self, moment: MemoryPhase, gathers: bool = True) -> RankBytes:
-        """Return all kinds at a moment. gathers=False skips the gathered peak, for which the units must run."""
+        """Return all kinds at a moment. gathers=False skips the gathered peak: the units would have to run for it."""
         blueprint, offload_plan, plan = self._blueprint, self._blueprint.offload_plan, self._plan
         shards = [group.shard_bytes for group in plan.groups]
         chunks = [nbytes for group in plan.updated for nbytes in self.chunks(group)]
@@ -182,7 +182,7 @@ class Footprint:
         """Whether released parameters free memory."""
         if self._blueprint.offload_plan.parameters is not Placement.MODEL:
             return True
-        # In shared memory the ranks hold one copy together, which stays.
+        # In shared memory the ranks hold a copy together, and it stays.
         is_divided = any(self._size(group.sharding.parameters) > 1 for group in self._plan.groups)
         return is_divided and self._blueprint.transport != "shared_memory"
 
@@ -196,9 +196,9 @@ class Footprint:
         return group.full_bytes // self._counts(group.sharding).parameters + exact
 
     def gathered(self, group: GroupPlan) -> int:
-        """Return what full parameters take in addition to those at rest, which lie within them if pages move."""
+        """Return the bytes of full parameters beside those at rest. If pages move, those at rest lie within."""
         rest = group.full_bytes // self._counts(group.sharding).parameters
-        # The full buffer has separate memory: without pages, or because a quantized gather writes other values to it.
+        # The full buffer has separate memory: without pages, or because a quantized gather writes rounded values to it.
         is_rounded = group.weight_bits is not None and not group.sends_differences
         is_beside = (not self._blueprint.moves_pages or is_rounded) and rest < group.full_bytes
         exact = group.shard_bytes if group.sends_differences else 0
@@ -294,7 +294,7 @@ class Footprint:
     def _leaving(self) -> int:
         """Return the largest shards of gradients in flight between an accelerator and the host."""
         shards = [_sum_bytes(group) for group in self._plan.trained if self.leaves(group)]
-        # A sum of earlier microbatches returns to the device, where the next gradient is added to it.
+        # A sum of earlier microbatches returns to the device, to add the next gradient.
         comes_back = self._accumulates and self._blueprint.reduces_every_backward
         in_flight = MAX_LEAVING + MAX_COMING * comes_back
         return sum(sorted(shards)[-in_flight:]) if self._is_on_accelerator else 0
@@ -333,12 +333,12 @@ class Footprint:
             return _ring_bytes(self._plan, self._blueprint.parallel_dims)
         if transport != "sockets":
             return 0
-        # Each set of axes has its own buffers. Axes -> (dtype, elements of a slot, elements that this rank sums).
+        # Each set of axes has separate buffers. Axes -> (dtype, elements of a slot, elements that this rank sums).
         parts: dict[tuple[str, ...], list[tuple[torch.dtype, int, int]]] = {}
         for one in self._in_backward(trained):
             numel, shard = one.layout.padded_numel, one.layout.shard_numel
             sent = numel - shard if self._sends_others_alone(one) else numel
-            for number, (axes, bits) in enumerate(one.levels):  # quantized gradients use other receive buffers
+            for number, (axes, bits) in enumerate(one.levels):  # quantized gradients use separate receive buffers
                 numel //= self._size(axes)
                 dtype = one.accumulation_dtype if number else one.reduce_dtype
                 parts.setdefault(axes, []).append((dtype, 0 if number else sent, numel if bits is None else 0))
@@ -353,13 +353,13 @@ class Footprint:
         return sum(self._slots(own, self._size(axes)) for axes, own in parts.items() if self._size(axes) > 1)
 
     def quantized(self) -> int:
-        """Return the bytes of quantized messages: those of two groups, while a third one is staged. No moment includes
+        """Return the bytes of quantized messages: those of two groups, while a third is staged. No moment includes
         them.
         """
         return sum(sorted(map(self._in_flight, self._plan.trained))[-2:])
 
     def _in_flight(self, group: GroupPlan) -> int:
-        """Return the bytes of a group's quantized messages, sent and received ones: see `QuantizedCodec`."""
+        """Return the bytes of a group's quantized messages, sent and received: see `QuantizedCodec`."""
         total, numel = 0, group.layout.padded_numel
         for axes, bits in group.levels:
             size = self._size(axes)
@@ -369,11 +369,11 @@ class Footprint:
         if bits is None or (size := self._size(axes)) == 1:
             return total
         summed = _numel(regions_of(numel, size)[self._blueprint.parallel_dims.place(self._rank, axes)])
-        # Terms to and from the other ranks, then the sum, its copies to them, and their sums.
+        # Terms to and from all ranks but this, then the sum, its copies to them, and their sums.
         return total + 2 * quantized_bytes(numel - summed, bits) + (2 * size - 1) * quantized_bytes(summed, bits)
 
     def _in_backward(self, trained: Sequence[GroupPlan]) -> Iterable[GroupPlan]:
-        """Yield groups in the order of their reduction: units from the last one, then the root unit."""
+        """Yield groups in the order of their reduction: units from the last on, then the root unit."""
         is_trained = {id(one) for one in trained}
         units = list(reversed(self._plan.units))
         # A stable sort: it moves only the root unit, to the end.
@@ -407,7 +407,7 @@ class Footprint:
     # -- states ---------------------------------------------------------------------------------------------------
 
     def _kinds(self, group: GroupPlan) -> Kinds:
-        """Return what is kept of a block of the group's elements."""
+        """Return the kinds of values that are kept of a block of the group's elements."""
         return self._kinds_of(group.dtype, self._blueprint.optimizer.options_index(group))
 
     def _states(self, group: GroupPlan, moment: MemoryPhase) -> int:
@@ -432,9 +432,9 @@ class Footprint:
         return sum(map(self._blueprint.optimizer.factor_numel, owned)) * max(4, group.dtype.itemsize)
 
     def _owned_shapes(self, group: GroupPlan) -> list[tuple[int, ...]]:
-        """Return the shapes of the group's matrices whose owner is this rank."""
+        """Return the shapes of the group's matrices that this rank owns."""
         blueprint = self._blueprint
-        # The first parameter answers for all: matrices have groups without other parameters.
+        # The first parameter answers for all: a group has matrices alone, or none.
         if not group.params or not blueprint.optimizer.is_matrix(group.params[0][1]):
             return []
         axes = group.sharding.owning_axes(self._counts(group.sharding).states)
@@ -464,7 +464,7 @@ class Footprint:
         return (layout.kept_numel(low_rank) + tried) * itemsize
 
     def thin_message(self) -> int:
-        """Return the bytes in which PowerSGD stages a gradient after its backward. No moment includes them."""
+        """Return the bytes that PowerSGD takes to stage a gradient after its backward. No moment includes them."""
         if self._blueprint.low_rank is None:
             return 0
         sizes = [(group, self._counts(group.sharding)) for group in self._plan.trained]
@@ -509,7 +509,7 @@ class Footprint:
         workspace, replicas = max(map(optimizer.workspace_numel, owned), default=0), self._size(group.sharding.replicas)
         if is_sharded:
             return group.layout.shard_numel + whole, max(2 * whole, whole + workspace)
-        return (group.layout.shard_numel + replicas * whole) * (replicas > 1), workspace  # each gets its own copy
+        return (group.layout.shard_numel + replicas * whole) * (replicas > 1), workspace  # each gets a copy
 
     def _second(self, group: GroupPlan) -> int:
         """Return the bytes of a second version of the parameters. Resident master weights make it unnecessary."""

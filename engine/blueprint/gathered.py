@@ -19,7 +19,7 @@ from .pipeline_plan import PipelinePlan
 
 
 def peak_gathered_bytes(blueprint: Blueprint, place: int, bytes_of: Callable[[GroupPlan], int]) -> int:
-    """Return the peak in a training microbatch or a pipeline step. bytes_of: what gathering a group adds."""
+    """Return the peak in a training microbatch or a pipeline step. bytes_of: the bytes that gathering a group adds."""
     tally = _Tally()
     units = [
         Unit(unit.name, unit.module, [_counted(tally, group, bytes_of(group)) for group in groups], [])

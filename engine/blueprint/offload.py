@@ -1,4 +1,4 @@
-"""Chooses where unused state rests, from the config's offload sections, and opens the stores."""
+"""Chooses the placement of unused state, from the config's offload sections, and opens the stores."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..config.zero import ActivationOffloadConfig, OffloadOptimizerConfig, Offlo
 
 
 class Placement(Enum):
-    """Where unused bytes rest."""
+    """The memory that holds unused bytes."""
 
     MODEL = "in the model's memory"
     HOST = "in host memory, for a model on an accelerator"
@@ -37,20 +37,20 @@ class Placement(Enum):
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where the parts of a training rest. notes: settings without effect here."""
+    """The placement of each kind of unused bytes. notes: settings without effect here."""
 
     is_apart: bool  # the model's memory is not host memory
     parameters: Placement  # the shards of stage 3
-    states: Placement  # with the master weights; `states_plan` says how much of them
+    states: Placement  # with the master weights; `states_plan` says how many
     states_plan: StatesPlan
     activations: Placement
     notes: tuple[str, ...]
 
     @classmethod
     def of(cls, config: Config, device: str, has_rule: bool) -> OffloadPlan:
-        """Choose placements. device: the type of the model's. has_rule: the optimizer is one of the engine's rules.
+        """Choose placements. device: the type of the model's device. has_rule: the engine has the optimizer's rule.
 
-        Raises ValueError if something cannot rest where the config wants it.
+        Raises ValueError if a placement of the config is impossible.
         """
         is_apart = device != "cpu"
         zero = config.zero_optimization
@@ -117,7 +117,7 @@ def shard_store_of(config: Config, offload_plan: OffloadPlan, world: World) -> S
     if offload_plan.parameters is Placement.HOST:
         return ShardStore(HostStore(_pool(wanted, world)))
     store = file_store(config, world, wanted)
-    # Files are read into host memory: an accelerator's shards pass through a buffer there.
+    # Files are read into host memory: an accelerator's shards pass through a host buffer.
     return ShardStore(StagedStore(store, _pool(wanted, world)) if offload_plan.is_apart else store)
 
 
@@ -139,7 +139,7 @@ def file_store(
 
 
 def placement_of(wanted: str, is_apart: bool) -> Placement:
-    """Return where something rests that the config wants on a device. is_apart: the model is not in host memory."""
+    """Translate the config's `device` to a placement. is_apart: the model is not in host memory."""
     if wanted == "nvme":
         return Placement.FILE
     return Placement.HOST if wanted == "cpu" and is_apart else Placement.MODEL

@@ -55,7 +55,7 @@ class OptimizerPlan:
 
     @classmethod
     def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
-        """Choose the optimizer. Raises ValueError if two are given, it cannot run on shards, or a needed one is
+        """Choose the optimizer. Raises ValueError if two are given, it cannot run on shards, or it is needed and
         missing.
         """
         if choice is not None and config.optimizer is not None:
@@ -107,7 +107,7 @@ class OptimizerPlan:
         record = record_like(own)
         if record is not None:
             update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
-            # The caller's dictionaries, not copies: schedulers of the caller write the learning rate there.
+            # The caller's dictionaries, not copies: schedulers of the caller write the learning rate into them.
             return cls(own.param_groups, own.defaults, update, None, masters, seed)
         if masters.remainder is not None:
             raise ValueError(
@@ -120,7 +120,7 @@ class OptimizerPlan:
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer. Without it no parameter has a gradient."""
+        """Whether the training has an optimizer. Without it no parameter has a gradient."""
         return bool(self.param_groups)
 
     @cached_property
@@ -170,7 +170,7 @@ class OptimizerPlan:
 
     @property
     def looks_at_whole(self) -> bool:
-        """Whether an update works on whole parameters, of which a shard has parts."""
+        """Whether an update works on whole parameters, while a shard has parts of them."""
         return isinstance(self.fused, WholeUpdate)
 
     @property
@@ -229,7 +229,7 @@ def _divided(
     # A tied weight has several names. Any of them can tell that it is an embedding or a head.
     for name, param in module.named_parameters(remove_duplicate=False):
         parts = name.lower().split(".")
-        # The last part of a name is the parameter. The part before it is the module, such as "head" in timm's models.
+        # The last part of a name is the parameter. The part before is the module: "head" in timm's models.
         if any(word in part for part in parts for word in ("embed", "lm_head")) or parts[-2:-1] == ["head"]:
             others.add(id(param))
         if getattr(param, "use_muon", False) and param.dim() != 2:
@@ -297,6 +297,6 @@ def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter])
 
 
 def optimizer_backend(config: Config) -> Backend:
-    """Return the kernel backend of the optimizer. States in host memory are updated there, without Triton."""
+    """Return the kernel backend of the optimizer. States in host memory are updated by the host, without Triton."""
     backend = config.kernels.backend_of("optimizer_step")
     return "auto" if backend == "triton" and config.zero_optimization.offload_optimizer.is_used else backend

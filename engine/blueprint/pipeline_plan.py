@@ -35,7 +35,7 @@ _TIED = "(tied {})"
 class PipelinePlan:
     """The stages of each pipeline place and their units, as seen from a single place.
 
-    With layered accumulation there is only this place, and each block is a stage.
+    With layered accumulation this is the only place, and each block is a stage.
     """
 
     schedule: Schedule  # F, B, I and W; layered: all actions
@@ -110,7 +110,7 @@ class PipelinePlan:
 
     @property
     def evaluation(self) -> Schedule:
-        """All actions of every rank for a forward of one microbatch."""
+        """All actions of every rank for a forward of a single microbatch."""
         if self.is_layered:
             return layered_evaluation(self.schedule.num_stages, self.ahead)
         forwards = tuple(
@@ -126,7 +126,7 @@ class PipelinePlan:
             return schedule
         # Equal times for all stages: each rank makes these lists, and they must agree, so nothing measured enters.
         costs = replace(Costs.uniform(schedule.num_stages), parameter_bytes=tuple(map(float, self.numel)))
-        # A schedule from a file may have its own gathers.
+        # A schedule from a file may have gathers already.
         gathers = self.frees_parameters and not schedule.has_any(Op.GATHER)
         return complete(schedule, costs, gathers=gathers, budget=self.budget)
 
@@ -156,7 +156,7 @@ class PipelinePlan:
         ]
         found = []
         for place in range(self.schedule.num_ranks):
-            # Each place has a root unit, if only an empty one: the root comes first in `ScheduledUnits`.
+            # Each place has a root unit, perhaps without parameters: the root comes first in `ScheduledUnits`.
             found.append([replace(units[0], params=())])
             found[place] += [unit for unit in shared if place in unit.copies[0].places]
         for number, unit in enumerate(units):
@@ -185,7 +185,7 @@ def agreed_split(world: World, config: Config, module: nn.Module, sample: Sample
         except Exception as error:  # also errors of the model's forward
             failure = error
     split, text = world.broadcast_object((split, None if failure is None else str(failure)))
-    # Rank 0 raises the error itself, with its traceback. The other ranks have only its text.
+    # Rank 0 raises the error itself, with its traceback. All further ranks have only its text.
     if failure is not None:
         raise failure
     if text is not None:

@@ -47,7 +47,7 @@ class Splits:
 
     @property
     def degrees(self) -> tuple[int, int]:
-        """Number of ranks over which layers and experts are split."""
+        """Number of ranks that share the layers, and that share the experts."""
         return 1 if self.tensor is None else self.tensor.degree, 1 if self.experts is None else self.experts.degree
 
 
@@ -86,7 +86,7 @@ class Places:
     def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
         """Return the plan of each place, by stage, then part of the experts, then part of the layers.
 
-        alike: each stage has a single plan, for the last part of the layers, which is the largest.
+        alike: each stage has a single plan, for the last and largest part of the layers.
         """
         num_parts, num_experts = self.splits.degrees
         if alike is not None:
@@ -128,9 +128,9 @@ class Places:
 class AlikePlaces:
     """A cache of plans for callers that only need bytes and ask often: equal stages share a plan.
 
-    It serves one model and configs that differ in degrees, division and placement. Two stages are equal if their units
-    have parameters of the same shapes, dtypes, roles and shares, in the same order. The shared plan has the names of
-    the first.
+    It serves a single model, and configs that differ in degrees, division and placement. Two stages are equal if their
+    units have parameters of the same shapes, dtypes, roles and shares, in the same order. The shared plan has the names
+    of the first.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class AlikePlaces:
         stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
         key = stages, places.sharding, places.parallel_dims
         if key not in self._plans:
-            # Which stages are equal does not depend on the division: a search compares them once for all divisions.
+            # The division does not decide on equal stages: a search compares them once for all divisions.
             if stages not in self._stages:
                 self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())
             different = {id(units): units for units in self._stages[stages]}

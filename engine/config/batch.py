@@ -320,7 +320,7 @@ def elastic_batch(section: ElasticityConfig, data_size: int) -> Batch | Fault:
             text = f"expected a number of ranks that divides the global batch {batch} into microbatches of "
             text += f"{_listed(micros)}, from min_gpus to max_gpus, found {data_size}; the nearest are {nearest}"
             return Fault("elasticity", "conflict", text)
-        # Version 0.2 runs on other numbers of ranks too, with the largest multiple of a microbatch within the limit.
+        # Version 0.2 runs on any number of ranks: here with the largest multiple of a microbatch within the limit.
         limit = section.max_train_batch_size or 0
         wholes = [limit // (micro * data_size) * micro * data_size for micro in micros]
         # 0: not even the smallest microbatch fits. The fault below says so.

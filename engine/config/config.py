@@ -86,7 +86,7 @@ __all__ = ["Config", "ConfigError", "Fault", "OptimizerConfig", "SchedulerConfig
 
 
 def _or_never(value: object) -> object:
-    """Return 0 for null and Infinity, which also mean never."""
+    """Return 0 (never) for null and Infinity too."""
     return 0 if value is None or value == math.inf else value
 
 
@@ -353,7 +353,7 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
     micro = config.train_micro_batch_size_per_gpu
     if config.train_batch_size is None and micro is None:
         return None
-    # Only a batch that was legal can stay. A fault of the first attempt is reported as such.
+    # Only a batch that was legal can stay: this raises the faults of the first attempt.
     config.resolve(first_world_size)
     first = _batch(config, first_world_size // config.parallel.ranks_of_sample)
     assert isinstance(first, Batch)
@@ -366,7 +366,7 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
         return is_whole and not schedule_faults(config.parallel, config.pipeline, count)
 
     zero = config.zero_optimization
-    # The shard group must divide the ranks. Without a shard size it is all of them, and hpZ must divide it.
+    # The shard group must divide the ranks. A shard size of null means all ranks, so hpZ must divide them.
     divisor = math.lcm(zero.shard_size or zero.partition_size, config.parallel.expert)
     same = config.parallel.ranks_of_sample
     return KeptBatch(first, first_world_size, same, micro is not None, can_accumulate, divisor)
@@ -386,7 +386,7 @@ def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Faul
         path = fault.path
         while path and path not in order:
             path = path.rpartition("[")[0] if path.endswith("]") else path.rpartition(".")[0]
-        # A fault of a missing key stands where its section stands. A fault of the whole config comes first.
+        # A fault of a missing key has the place of its section. A fault of the whole config comes first.
         return order.get(path, -1)
 
     number(raw, "")
@@ -394,7 +394,7 @@ def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Faul
 
 
 def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
-    """Return the config, or None, and all faults. Faulty sections are left out, so that other conflicts show too."""
+    """Return the config, or None, and all faults. Faulty sections are left out, to find the remaining conflicts."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -410,7 +410,7 @@ def _validate(values: dict[str, object]) -> tuple[Config | None, list[Fault]]:
 
 
 def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
-    """Translate a validation error of pydantic: where, expected, found."""
+    """Translate a validation error of pydantic to a fault: key, expected value, found value."""
     loc: tuple[int | str, ...] = detail["loc"]
     tag = ""
     if len(loc) > 1 and loc[0] in ("optimizer", "scheduler"):
@@ -424,7 +424,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         return unknown_key(path, str(loc[-1]), _known_keys(loc, tag))
     if name == "missing":
         return Fault(path, "missing", "must be given: it has no default")
-    # Only "auto" without a meaning is still here: `translate` has taken out the others.
+    # Only "auto" without a meaning is left: `translate` has taken out each "auto" that it knows.
     if found == "auto":
         what = "the number of optimizer steps of the training" if loc[-1] == "total_num_steps" else "the value"
         fix = f'write {what}, or pass it to initialize: fill={{"{path}": ...}}'

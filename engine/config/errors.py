@@ -57,29 +57,29 @@ class ConfigError(ValueError):
         lines += [f"  {fault}" for fault in self.faults]
         super().__init__("\n".join(lines))
 
-    # Exception's own form calls `ConfigError(text)`, which takes each character for a fault.
+    # By default pickle calls `ConfigError(text)`, and each character of the text would be a fault.
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Fault, ...], str | None]]:
         return ConfigError, (self.faults, self.source)
 
 
 def quoted(value: object) -> str:
-    """Quote a value in a message: one line of ASCII JSON of at most 80 characters; 5e8 as 500000000."""
+    """Quote a value in a message: a line of ASCII JSON of at most 80 characters; 5e8 as 500000000."""
     # YAML and templates write sizes as 5e8. From 1e16 on Python would print an exponent.
     if isinstance(value, float) and value.is_integer() and abs(value) >= 1000:
         value = int(value)
     if isinstance(value, int) and value.bit_length() > 1000:  # Python does not print more than 4,300 digits
         return f"an integer of {value.bit_length()} bits"
     try:
-        # A text of a file may have megabytes, of which a message shows one line.
+        # A text may have megabytes. A message shows 80 characters.
         text = json.dumps(value[:80] if isinstance(value, str) else value)
     except (TypeError, ValueError):
-        # A dictionary of the caller may hold any object, for which JSON has no form.
+        # The caller's dictionary may hold any object, also objects without a JSON form.
         text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, with control characters as escapes, so that a terminal does not obey them."""
+    """Return the text on a single line, with control characters as escapes, so that a terminal does not obey them."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
@@ -106,7 +106,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
-    """Return the fault of an unknown key, with the nearest key or, if there are few, all keys."""
+    """Return the fault of an unknown key, with the nearest key or, if they are few, all keys."""
     listed = f"the keys here are {', '.join(sorted(known))}" if len(known) <= 20 else "docs/config.md lists the keys"
     hint = did_you_mean(key, known) or f"; {listed}"
     return Fault(path, "unknown", f"unknown key {quoted(key)}{hint}")
@@ -154,7 +154,7 @@ class ConfigSection(Section):
         return []
 
     def notes(self, config: Any) -> list[str]:
-        """By default the keys of a section whose `enabled` is false."""
+        """Return notes on keys without effect: by default on all keys of a section with `enabled` false."""
         # A section without a switch is always on.
         return [] if getattr(self, "enabled", True) else self.idle(f"{self.path}.enabled is false")
 

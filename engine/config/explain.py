@@ -39,7 +39,7 @@ class Explained:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the file does not give the key and there is no remark on it."""
+        """Whether the file does not give the key, and no remark on it exists."""
         return self.origin in ("default", "derived") and not self.why
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Explanation:
 def explain(source: Source, world_size: int | None = None) -> Explanation:
     """Explain each key of a config, also in DeepSpeed's words. world_size: None: not resolved.
 
-    Raises ConfigError only if there is no JSON object. Faults of keys are part of the result.
+    Raises ConfigError only for a source without a JSON object. Faults of keys are part of the result.
     """
     raw, name = read(source)
     config, faults = _loaded(raw, world_size)
@@ -115,7 +115,7 @@ def _written(section: Mapping[str, Any], dialect: Dialect, path: str = "") -> It
 
 
 def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str = "") -> dict[str, object]:
-    """Return the keys of a file whose paths pass the test."""
+    """Return the keys of a file with paths that pass the test."""
     kept: dict[str, object] = {}
     for key, value in section.items():
         here = _named(at, key)
@@ -176,7 +176,7 @@ class _File:
         return cls(given, meant, notes, faults, dialect)
 
     def value(self, path: str, default: object) -> object:
-        """Return the value of one of our keys if no config can be asked for it."""
+        """Return the value of a key of ours from the file, for a file that makes no config."""
         translated = {here: value for values in self.meant.values() for here, value in values.items()}
         return self.given.get(path, translated.get(path, default))
 
@@ -221,7 +221,7 @@ def _fields(section: type[BaseModel], values: Mapping[str, object], file: _File,
         here = join(path, field.alias or name)
         value, is_known = values.get(name), name in values
         inner = type(value) if isinstance(value, Section) else field.annotation
-        # An optional section has a class only if it has a value: the annotation of the other is a union.
+        # An optional section has a class only if it has a value: its annotation is a union with None.
         if isinstance(inner, type) and issubclass(inner, Section):
             yield from _fields(inner, dict(value) if isinstance(value, Section) else {}, file, here)
             continue
@@ -293,7 +293,7 @@ def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], d
     found = explain(source, world_size)
     if found.faults:
         raise ConfigError(found.faults, found.source)
-    # The config again: an explanation also has keys of DeepSpeed and unknown keys, which no config has.
+    # The config again: an explanation also has keys of DeepSpeed and unknown keys, but no config has these.
     config, _ = _loaded(read(source)[0], world_size)
     assert config is not None
     values = dict(leaves(config.as_dict())) | dict.fromkeys(config.planned_keys, "auto")

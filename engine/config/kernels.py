@@ -60,7 +60,7 @@ class KernelsConfig(ConfigSection):
 
     def notes(self, config: Any) -> list[str]:
         wanted = self.fuse_modules
-        # Both may use every kernel: whether "auto" does depends on the device, which a config does not know.
+        # Both may use every kernel: "auto" depends on the device, and a config does not know the device.
         if wanted is True or wanted == "auto":
             return []
         names = wanted if isinstance(wanted, tuple) else ()

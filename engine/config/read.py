@@ -42,7 +42,7 @@ def decoded(text: str) -> str | None:
     if len(text) < 4 or len(text) % 4 or not re.fullmatch(r"[A-Za-z0-9+/_-]+={0,2}", text):
         return None
     try:
-        # DeepSpeed takes URL-safe base64, whose characters - and _ b64decode would skip in silence.
+        # DeepSpeed takes URL-safe base64. b64decode would skip its characters - and _ in silence.
         found = base64.b64decode(text.replace("-", "+").replace("_", "/")).decode("utf-8")
     except (binascii.Error, UnicodeDecodeError):
         return None
@@ -130,7 +130,7 @@ def _find(source: str | os.PathLike[str]) -> Path:
         raise ConfigError([fault], quoted(text)) from error
     names = preset_names()
     by_spelling = {name.replace("_", "-"): name for name in names}
-    # A Path is always a file: a caller who made one does not mean a preset.
+    # A Path is always a file: a caller who makes a Path does not mean a preset.
     if isinstance(source, str) and text.replace("_", "-") in by_spelling:
         return PRESETS / f"{by_spelling[text.replace('_', '-')]}.json"
     what = "is a folder, not a file" if path.is_dir() else "no such file"
@@ -144,7 +144,7 @@ def _find(source: str | os.PathLike[str]) -> Path:
 def _parse(path: Path) -> object:
     try:
         size = path.stat().st_size
-        # utf-8-sig: editors on Windows begin a file with a byte order mark, which JSON does not allow.
+        # utf-8-sig: editors on Windows begin a file with a byte order mark, and JSON does not allow it.
         text = path.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(printable(str(path)), "file", f"cannot be read: {error}") from error
@@ -170,7 +170,7 @@ def _loads(text: str, name: str) -> object:
         where = f"line {error.lineno}, column {error.colno}: {quoted(line)}" if line else f"line {error.lineno}"
         hint = "Comments (// # /* */) and a comma behind the last item are allowed; names and text need quotes"
         raise _unreadable(name, "syntax", f"not valid JSON: {error.msg} at {where}. {hint}") from error
-    # MAX_SEPARATORS allows 20,000 open brackets, which is deeper than the parser's stack.
+    # MAX_SEPARATORS allows 20,000 open brackets, more than the parser's stack can hold.
     except RecursionError as error:
         raise _unreadable(name, "syntax", "not valid here: nested too deeply") from error
 

@@ -230,7 +230,7 @@ class SchedulerConfig(ConfigSection):
     @field_validator("params", mode="before")
     @classmethod
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
-        # The type is known: `canonical_scheduler` refuses others before a Config is made.
+        # The type is known: `canonical_scheduler` refuses unknown types before a Config is made.
         return SCHEDULER_PARAMS[info.data["type"]].model_validate(value)
 
 

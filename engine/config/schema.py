@@ -33,7 +33,7 @@ def json_schema() -> dict[str, Any]:
     deepspeed().add_to_schema(schema)
     for definition in [schema, *definitions.values()]:
         definition["patternProperties"] = _COMMENTS
-    # Before the aliases, which copy what their keys take by then.
+    # Before the aliases: an alias takes the values that its key takes by then.
     for path in [*NULL_IS_DEFAULT, *OR_NEVER]:
         allow(schema, path, {"type": "null"})
     for path in [*AUTO, *BATCH_KEYS, *PLANNED]:
@@ -49,7 +49,7 @@ def json_schema() -> dict[str, Any]:
 def _with_types(schema: dict[str, Any]) -> dict[str, Any]:
     """Replace the optimizer and scheduler sections by a section for each type."""
     definitions = schema["$defs"]
-    # Pydantic knows only the base classes of `params`, which would refuse each key of a type.
+    # Pydantic knows only the base class of `params`, without the keys of any type.
     for name in ("OptimizerConfig", "OptimizerParams", "SchedulerConfig", "Section"):
         del definitions[name]
     optimizers = [_section_of(one.title, one.name, one.params, "Optimizer") for one in OPTIMIZERS.values()]
@@ -69,7 +69,7 @@ def _section_of(title: str, name: str, params: type[Section], kind: str) -> type
 
 
 def _standard_limits(schema: Any) -> Any:
-    """Rename limits to the standard's names, since pydantic does not where null is also allowed."""
+    """Rename limits to the standard's names, since pydantic does not if null is also allowed."""
     names = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
     if isinstance(schema, dict):
         return {names.get(key, key): _standard_limits(value) for key, value in schema.items()}
@@ -112,7 +112,7 @@ def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
 
 
 def _open_type_names(schema: dict[str, Any], key: str) -> None:
-    """Accept type names in any case and in other spellings."""
+    """Accept type names in any case and in all spellings."""
     choice = schema["properties"][key]["anyOf"][0]
     choices = choice.pop("oneOf")
     schema["properties"][key]["anyOf"] = [*choices, {"type": "null"}]

@@ -402,7 +402,7 @@ class FP8Config(ConfigSection):
         return [Fault("fp8.enabled", "conflict", f"needs {text}") for text, is_wrong in wrong.items() if is_wrong]
 
     def notes(self, config: Any) -> list[str]:
-        # float8 pays only if the casts are fused with their neighbours, which the compiler does.
+        # float8 pays only if the compiler fuses the casts with their neighbours.
         if not self.enabled or config.compile.blocks:
             return super().notes(config)
         return ["fp8.enabled: set compile.blocks, else the casts cost more than fp8 saves"]

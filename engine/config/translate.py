@@ -2,7 +2,7 @@
 
 [Note: dialects] A file with an unknown key, or without a key that only we have, may be written for another engine. Its
 `Dialect` takes the keys that it knows out of the file, with a note or a fault for each. DeepSpeed's dialect is
-`lowtide.deepspeed.dialect`, imported only for such files.
+`lowtide.deepspeed.dialect`, imported only for these files.
 
 [Note: text for a value] YAML 1.1 reads 1e-3 as text, and templates write every value as text. For a key that takes a
 number, text that is a finite number as a whole becomes this number. For a key that takes true or false, so do "true"
@@ -40,7 +40,7 @@ _OFFLOAD = (
 )
 NULL_IS_DEFAULT = ("aio", "elasticity", *_OFFLOAD, *(f"{section}.device" for section in _OFFLOAD))
 _DEFAULT = "the default"
-AUTO = {  # path -> why "auto" has this value, which is always the default
+AUTO = {  # path -> why "auto" has this value, always the default
     "steps_per_print": _DEFAULT,
     "gradient_clipping": "gradients are clipped only if a number is given",
     "communication_data_type": "gradients are reduced in fp32 unless a dtype is given",
@@ -280,7 +280,7 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
     unknown = [path for path in auto_paths if path.startswith(start) and path.removeprefix(start) not in known]
     if unknown and isinstance(given, dict):
         section["params"] = {**given, **{path.removeprefix(start): "auto" for path in unknown}}
-        # In place: the list is the translation's, and says which keys get a note.
+        # In place: the list is the translation's, and each path in it gets a note.
         auto_paths[:] = [path for path in auto_paths if path not in unknown]
 
 
@@ -301,7 +301,7 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
             key, here = name, ALIASES[here]
         if here in REMOVED:
             out.add([_removed(here, value)])
-        # The dialect first: it decides what null and "auto" mean for its keys.
+        # The dialect first: null and "auto" may have a meaning for its keys.
         elif dialect.take(here, value, section, kept, out) or (value is None and here in NULL_IS_DEFAULT):
             continue
         elif value == "auto" and (here in AUTO or here in BATCH_KEYS or here in PLANNED):

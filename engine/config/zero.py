@@ -227,7 +227,7 @@ class ZeroConfig(ConfigSection):
 
     @property
     def partition_size(self) -> int:
-        """Ranks among which parameters are gathered, if fewer than a shard group; else 1."""
+        """Number of ranks that gather parameters from each other, if fewer than a shard group; else 1."""
         return self.zero_hpz_partition_size if self.stage == 3 else 1
 
     def faults(self, config: Any) -> list[Fault]:

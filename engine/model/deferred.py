@@ -4,12 +4,12 @@
 A dispatch mode runs every operation of the constructor on meta tensors and records it with the storages that it reads
 and writes. `values` runs the same operations on the real device in the same order, so that random numbers equal those
 of a direct construction. A storage lives from its first operation to its last. A parameter is yielded after its last
-operation and then dropped, so about one parameter is alive at a time.
+operation and then dropped, so about a single parameter is alive at a time.
 
 [Note: weights drawn twice]
 Many models draw their weights again in a second pass over all modules (`apply(init_weights)`). The replay must draw the
 first pass too, since later random numbers depend on it, but need not keep it. So a storage is also dropped after its
-last operation before another one fills it.
+last operation before a new operation fills it.
 
     operation          empty a   uniform a   empty b   uniform b   normal a   normal b
     a is alive         xxxxxxxxxxxxxxxxxxx                          xxxxxxxx
@@ -19,8 +19,8 @@ Idea: deferred initialization, as in torchdistx.
 
 [Note: built in files]
 A constructor that cannot be recorded runs with values. Its large tensors lie in unnamed mapped files in the temporary
-folder. The kernel can write their pages back, so about one tensor is in anonymous memory at a time. The ranks of a host
-take turns, so a host holds one such model at a time (`given_model.py`).
+folder. The kernel can write their pages back, so about a single tensor is in anonymous memory at a time. The ranks of a
+host take turns, so a host holds a single model of this kind at a time (`given_model.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ...offload import trim_heap
 from ...watch.log import logger
 from .recording import NotRecordedError, Recording, View
 
-_NUM_NAMED = 3  # names in an error; there may be hundreds
+_NUM_NAMED = 3  # names in an error, since a model may have hundreds
 _FILE_BYTES = 1 << 16  # smaller tensors stay in memory, since a process has at most 65,530 mappings
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
@@ -152,7 +152,7 @@ class DeferredModel(LaterModel):
                 yield from self._hand_over(real, done, waiting)
 
     def _overwritten(self) -> dict[int, list[int]]:
-        """Return operation -> storages whose next use overwrites them as a whole. See [Note: weights drawn twice]."""
+        """Return operation -> storages that are next overwritten as a whole. See [Note: weights drawn twice]."""
         found: dict[int, list[int]] = {}
         latest_use: dict[int, int] = {}
         for index, operation in enumerate(self._operations):
@@ -178,9 +178,9 @@ class DeferredModel(LaterModel):
                 yield place.param, tensor
 
     def _replace_by_shells(self, made: set[int]) -> list[_Place]:
-        """Replace parameters by real ones with a shape and no memory. Returns the place of each value.
+        """Replace parameters by real parameters with a shape and no memory. Returns the place of each value.
 
-        made: storages with recorded values. Raises ValueError for parameters or buffers in other storages.
+        made: storages with recorded values. Raises ValueError for parameters or buffers that lie in no such storage.
         """
         shells: dict[int, nn.Parameter] = {}
         recorded: list[nn.Parameter] = []  # keeps replaced parameters alive, so that no identity is reused
@@ -193,7 +193,7 @@ class DeferredModel(LaterModel):
                 if param is None or id(param) in given or isinstance(param, nn.UninitializedParameter):
                     continue
                 if id(param) not in shells:
-                    # One element, expanded: a shape without memory. On the CPU, whatever the default device is.
+                    # A single element, expanded: a shape without memory. On the CPU, whatever the default device is.
                     nothing = torch.zeros((), dtype=param.dtype, device="cpu").expand(param.shape)
                     shell = shells[id(param)] = nn.Parameter(nothing, requires_grad=param.requires_grad)
                     _take_over(shell, param)
@@ -202,7 +202,7 @@ class DeferredModel(LaterModel):
                     self._alive.append(param.untyped_storage())
                 module._parameters[name] = shells[id(param)]
             for name, buffer in module._buffers.items():
-                # Other buffers have their values already.
+                # A buffer that is not on meta has its values already.
                 if buffer is not None and buffer.is_meta:
                     self._await(places, prefix + name, buffer, partial(module._buffers.__setitem__, name))
         unknown = [place.name for place in places.values() if place.view.storage not in made]
@@ -237,7 +237,7 @@ def _take_over(shell: nn.Parameter, param: nn.Parameter) -> None:
 
 
 def build_in_files(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model with values, the large ones in mapped files; see [Note: built in files]."""
+    """Build the model with values, large tensors in mapped files; see [Note: built in files]."""
     with _FileMemory():  # type: ignore[no-untyped-call]
         return build()
 
@@ -265,12 +265,12 @@ class _FileMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_new = isinstance(result, Tensor) and all(one.alias_info is None for one in func._schema.returns)
         if not is_new or result.device.type != "cpu" or result.layout != torch.strided or result.nbytes < _FILE_BYTES:
             return result
-        # A part of a storage may share it with other results.
+        # A part of a storage may share it with further results.
         if result.untyped_storage().nbytes() != result.nbytes:
             return result
         with tempfile.TemporaryFile() as file:
             file.truncate(result.nbytes)
-            # The storage keeps the mapping, which outlives the file object. The kernel frees the file with it.
+            # The storage keeps the mapping, and the mapping outlives the file object. It frees the file at its end.
             memory = torch.frombuffer(mmap.mmap(file.fileno(), result.nbytes), dtype=torch.uint8)
         mapped = torch.empty(0, dtype=result.dtype)
         mapped.set_(memory.untyped_storage(), 0, result.shape, result.stride()).copy_(result)

@@ -35,7 +35,7 @@ Model = nn.Module | Callable[[], nn.Module] | LaterModel
 
 
 def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
-    """Return the module, and rank 0's parameter values, one at a time. Raises ValueError for an invalid model."""
+    """Return the module, and rank 0's values, a parameter at a time. Raises ValueError for an invalid model."""
     if isinstance(model, nn.Module):
         return model, values_of(model.parameters(), world)
     if not callable(model) and not isinstance(model, LaterModel):
@@ -74,7 +74,7 @@ def _built_in_turn(build: Callable[[], nn.Module], world: World, refusal: NotRec
     module = None
     # Rank 0 is the last of its host, so that no rank builds while rank 0 holds its values.
     for turn in reversed(range(max(map(world.hosts.count, world.hosts)))):
-        # Hosts may have fewer ranks than there are turns. All ranks still take part in each barrier.
+        # A host may have fewer ranks than the turns. All ranks still take part in each barrier.
         if peers.index(world.rank) == turn:
             try:
                 module = build_in_files(build)
@@ -120,7 +120,7 @@ def take(module: nn.Module, patches: ModelPatches) -> None:
     """Mark the module as an engine's until that engine closes. Raises ValueError if an open engine has it or a part of
     it.
 
-    The mark holds for this object, not for copies of it. An engine without references is closed here.
+    The mark holds for this object, not for copies of it. An engine without references is closed.
     """
     parts = dict(module.named_modules())
     _close_lost(parts.values())
@@ -154,7 +154,7 @@ def refuse_copy(protocol: object) -> NoReturn:
 
 
 def note_divided(module: nn.Module, how: str) -> None:
-    """Mark a model whose layers are divided over ranks. The mark outlives the engine, also in copies of the model."""
+    """Mark a model with layers divided over ranks. The mark outlives the engine, also in copies of the model."""
     module.__dict__[_DIVIDED] = how
 
 
@@ -221,7 +221,7 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
     digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
     if len(set(world.gather_objects(digest))) == 1:
         return
-    # Only now the whole texts, which are large: all ranks have seen that digests differ.
+    # Only now the whole texts, since they are large: all ranks have seen that digests differ.
     everyone = world.gather_objects((settings, params))
     for what, index in (("config", 0), ("model", 1)):
         for rank, described in enumerate(everyone):

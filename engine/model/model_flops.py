@@ -63,7 +63,7 @@ def _with_heads_of_queries(formula: Callable[..., int], of_queries: int, *args: 
 
 
 def _width_of(module: nn.Module) -> int:
-    """Return heads x head size: the inputs of the output layer, else of the query layer; 0 for other modules."""
+    """Return heads x head size: the inputs of the output layer, else of the query layer; 0 for a module without."""
     if isinstance(module, nn.MultiheadAttention):
         return int(module.embed_dim)
     inputs = {name: _inputs_of(child) for name, child in module.named_children()}
@@ -71,11 +71,11 @@ def _width_of(module: nn.Module) -> int:
     if not queries:
         return 0
     outputs = [size for name, size in inputs.items() if size and _OUTPUTS.fullmatch(name)]
-    # The input of an output layer is heads x head size. That of a query layer is the model's width, which may differ.
+    # The input of an output layer is heads x head size. That of a query layer is the model's width, and may differ.
     return (outputs or queries)[-1]
 
 
 def _inputs_of(layer: nn.Module) -> int:
-    """Return the inputs of a linear layer, adapter or Conv1D; 0 for other modules."""
+    """Return the inputs of a linear layer, adapter or Conv1D; 0 for any other module."""
     found: object = getattr(layer, "in_features", getattr(layer, "nx", 0))
     return found if isinstance(found, int) else 0

@@ -30,7 +30,7 @@ NamedModules = Sequence[tuple[str, nn.Module]]
 
 
 def check_kernels(config: Config, device: torch.device) -> None:
-    """Raise ConfigError for each kernel whose Triton form is wanted but cannot run."""
+    """Raise ConfigError for each kernel that is wanted in Triton but cannot run."""
     problem = None
     if not has_triton():
         problem = "needs the package triton, which is not installed"
@@ -95,7 +95,7 @@ _OVER_LAYERS = ("gated_mlp", "cross_entropy", "linear_cross_entropy")
 
 
 def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> tuple[str, list[str]]:
-    """Return the reason and the fusions whose Triton form runs. Eager forms are left out: they equal the original."""
+    """Return the reason and the fusions that run in Triton. Eager forms are left out: they equal the original."""
     if device.type != "cuda":
         return f"the device is {device.type}", []
     if not has_triton():
@@ -194,10 +194,10 @@ class PreparedModel:
         differ.
         """
         module, values = module_and_values(model, world)
-        # Before anything is put on the module, which an open engine may have.
+        # Before anything is put on the module: an open engine may have it.
         take(module, patches)
         compiled = Compiled(module, patches, loads=config.compile.blocks)
-        # Without torch's wrappers, with which names of parameters begin with "_orig_mod".
+        # Without torch's wrappers, since they put "_orig_mod" before names of parameters.
         module = compiled.module
         check_model(module)
         check_ranks_agree(world, config, module)

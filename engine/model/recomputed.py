@@ -32,7 +32,7 @@ def checkpoint_activations(units: Sequence[UnitPlan], every: int, patches: Model
 
 def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward under activation checkpointing. said: cache types that the log has reported."""
-    # An evaluation keeps no activations, so there is nothing to recompute.
+    # An evaluation keeps no activations, so it has nothing to recompute.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     caches = [type(one).__name__ for one in (*args, *kwargs.values()) if _adds(one)]

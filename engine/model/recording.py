@@ -79,7 +79,7 @@ class View:
     @classmethod
     def of(cls, tensor: Tensor) -> View:
         """Describe a tensor. Raises NotRecordedError if its memory does not hold its values."""
-        # The flags make values differ from the bytes in memory, which is all that a view describes.
+        # The flags make values differ from the bytes in memory, and a view describes only bytes.
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             raise NotRecordedError("makes tensors that are sparse, conjugated or negated by a flag")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
@@ -175,7 +175,7 @@ class Recording:
             if any(tensor._version != version for tensor, version in self._mapped):
                 self.refuse("changes tensors of a mapped file after it has copied them")
         except Exception as error:
-            # for example from torch.FloatTensor(weight), which no mode intercepts
+            # for example from torch.FloatTensor(weight): no mode intercepts it
             is_of_meta = isinstance(error, RuntimeError | TypeError) and "meta" in str(error)
             if self.refused is None and not is_of_meta:
                 raise
@@ -219,7 +219,7 @@ class Recording:
         )
 
     def check(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Refuse an operation whose result would differ from a construction with memory."""
+        """Refuse an operation that would give another result in a construction with memory."""
         inputs = _tensors_in((args, kwargs))
         with_values = [tensor for tensor in inputs if not tensor.is_meta]
         is_mixed = 0 < len(with_values) < len(inputs) and function is not torch.ops.aten.copy_.default
@@ -349,7 +349,7 @@ class _DataRecorder(TorchFunctionMode):
         return self._owner.constant(value)
 
     def _index(self, index: Any) -> Any:
-        """Make tensors of lists of numbers, which torch would do unseen."""
+        """Make tensors of lists of numbers, as torch would do unseen."""
         if isinstance(index, tuple):
             return tuple(map(self._index, index))
         return self._owner.constant(torch.tensor(index, device="cpu")) if isinstance(index, list) and index else index
@@ -391,7 +391,7 @@ class _OperationRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _caller_is(frame: FrameType | None, *modules: Any) -> bool:
-    """Return whether one of these modules calls, also through a surrounding `with torch.device(...)`."""
+    """Return whether code of these modules calls, also through a surrounding `with torch.device(...)`."""
     while frame is not None and frame.f_globals is vars(torch.utils._device):
         frame = frame.f_back
     return frame is not None and any(frame.f_globals is vars(one) for one in modules)
@@ -428,7 +428,7 @@ def _draws(function: Callable[..., Any]) -> bool:
 
 
 def _whole_storage(inputs: list[Tensor]) -> int | None:
-    """Return the storage of the first input if the input covers it, row by row, and no other input shares it."""
+    """Return the storage of the first input if the input covers it, row by row, and no further input shares it."""
     target = View.of(inputs[0])
     if target.offset or not inputs[0].is_contiguous() or inputs[0].nbytes != inputs[0].untyped_storage().nbytes():
         return None
@@ -437,7 +437,7 @@ def _whole_storage(inputs: list[Tensor]) -> int | None:
 
 
 def _laid_out_as(view: View, tensor: Tensor) -> Tensor:
-    """Return the tensor with the strides of the meta device: CPU kernels (linalg.qr) may choose other strides."""
+    """Return the tensor with the strides of the meta device: CPU kernels (linalg.qr) may choose different strides."""
     if tuple(tensor.stride()) == view.strides or view.offset:
         return tensor
     return torch.empty_strided(view.shape, view.strides, dtype=view.dtype).copy_(tensor)

@@ -147,7 +147,7 @@ class Sequences:
         trial = self._data_at(0, 1).trial(batch, self._device)
         attention = self._attention
         before, attention.is_alone, attention.fault = attention.num_calls, True, None
-        # No other rank of the axis takes part in these forwards: `_data_at` divides for ranks that do not exist.
+        # No further rank of the axis takes part in these forwards: `_data_at` divides for ranks that do not exist.
         try:
             with in_eval_mode(self._module):
                 if output_of is not None and not has_labels:
@@ -187,7 +187,7 @@ class Sequences:
                 "same, or call engine(...) and engine.sequence_part(labels)"
             )
         if num_found:
-            # A sum over the ranks, of which `num_found` have the loss and added the same label.
+            # A sum over the ranks: `num_found` ranks have the loss and added the same label.
             self._data.ignored = self._data_by_hand.ignored = total // num_found
 
     def _seen(self, trial: SequenceTrial, output_of: Callable[[SequenceShard], Any], part: SequenceShard) -> Tensor:
@@ -237,7 +237,7 @@ class Sequences:
             )
 
     def _tolerance(self) -> float:
-        """Relative tolerance of a loss. Experts sum the same numbers in another order for other tokens."""
+        """Relative tolerance of a loss. Experts sum the same numbers in a different order for different tokens."""
         is_narrow = any(param.itemsize < 4 for param in self._module.parameters())
         return 1e-3 if is_narrow or torch.is_autocast_enabled(self._device.type) else 1e-5
 

@@ -59,6 +59,7 @@ def fill_batch(train: int | None, micro: int | None, accumulation: int | None, w
     if micro is None:
         accumulation = accumulation or 1
         unit, unknown = accumulation * world_size, "train_micro_batch_size_per_gpu"
+        # Rounded down: the equation below shows whether it holds.
         micro = train // unit
     elif accumulation is None:
         unit, unknown = micro * world_size, "gradient_accumulation_steps"
@@ -97,6 +98,7 @@ def first_world_size(environ: Mapping[str, str], world_size: int) -> int | None:
     text = environ.get(VARIABLE)
     if text is None or environ.get("WORLD_SIZE") != str(world_size):
         return None
+    # Digits of further alphabets pass `isdigit`, and `int` reads them.
     if not (text.isascii() and text.isdigit() and int(text)):
         raise ValueError(
             f'{VARIABLE}: expected the number of ranks of the first attempt, at least 1, found "{text}"; unset it: '
@@ -270,6 +272,7 @@ class ElasticityConfig(ConfigSection):
         ]
         limit = self.max_train_batch_size
         if limit is not None:
+            # 0 ranks of a host: model_parallel_size is larger than the host, a fault below.
             per_host = limit // (self.num_gpus_per_node // self.model_parallel_size or 1)
             # `legal_sizes` divides the limit of version 0.2 by the data-parallel ranks of a host, too.
             bound = per_host if self.version == 0.2 else limit

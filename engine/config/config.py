@@ -105,6 +105,7 @@ def _device(value: object) -> object:
 class Config(Section):
     """All settings of a run, with defaults for keys that the JSON file leaves out. Frozen; made by `Config.load`."""
 
+    # The schema and `lowtide config explain` list the sections and keys in the order of these fields.
     device: Annotated[str, BeforeValidator(_device), Field(json_schema_extra={"pattern": _DEVICE_NAME})] = "auto"
     """The model's device: "cpu", or an accelerator by torch's name, such as "cuda" or "xpu". "auto": this machine's
     accelerator, else cpu; chosen when the engine is built."""
@@ -123,6 +124,7 @@ class Config(Section):
     gradient_clipping: Float = Field(default=0.0, ge=0)
     """Largest global norm of the gradients; larger ones are clipped. 0: off."""
 
+    # Pydantic runs the last "before" validator first: `_or_never` sees null before `Int` refuses it.
     steps_per_print: Annotated[Int, BeforeValidator(_or_never)] = Field(default=10, ge=0)
     """Steps between log lines. 0, null or Infinity: never."""
 
@@ -208,6 +210,7 @@ class Config(Section):
             for path in translation.auto_paths
             if path not in BATCH_KEYS and path not in chosen
         ]
+        # Only fields are frozen. These attributes belong to the reading of the config.
         config._notes = tuple(notes + _idle_settings(config) + dialect.other_defaults(raw, config))
         config._dialect = dialect
         config._source = name
@@ -291,6 +294,7 @@ class Config(Section):
             # Without whole data-parallel ranks no batch can be computed, so no further fault is known.
             raise ConfigError(faults + ([kept.fault(world_size)] if kept else []), self._source)
         data_size = world_size // self.parallel.ranks_of_sample
+        # None: these ranks do not divide the batch that stays. `kept.fault` names the numbers of ranks that do.
         batch = kept.on(data_size) if kept else _batch(self, data_size)
         update: dict[str, object] = {}
         if isinstance(batch, Fault):
@@ -322,6 +326,7 @@ class Config(Section):
         elif before is not None:
             notes.append(kept.note(world_size) if kept else nothing_kept(before, world_size))
         resolved._notes = (*self._notes, *notes)
+        # They have values now: to resolve the result again adds no note.
         resolved._auto_batch_keys = ()
         return resolved
 

@@ -14,8 +14,10 @@ class OptimizerConfig(ConfigSection):
 
     path = "optimizer"
 
+    # Before `params`: pydantic validates fields in order, and the validator of `params` reads the type.
     type: str
     """Name of the optimizer, in upper or lower case."""
+    # SerializeAsAny: else a dump has only the base class's fields. validate_default: for the defaults of the type.
     params: SerializeAsAny[OptimizerParams] = Field(default_factory=OptimizerParams, validate_default=True)
 
     @field_validator("type")

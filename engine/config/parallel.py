@@ -126,6 +126,7 @@ class PipelineConfig(ConfigSection):
         return [Fault("pipeline.microbatches", "conflict", message)]
 
     def notes(self, config: Any) -> list[str]:
+        # Not microbatches: without a pipeline it is the accumulation.
         settings = ("schedule", "chunks", "balance")
         return self.idle("parallel.pipeline is 1", only=settings) if config.parallel.pipeline == 1 else []
 

@@ -224,6 +224,7 @@ class SchedulerConfig(ConfigSection):
 
     path = "scheduler"
 
+    # Before `params`: its validator reads the type.
     type: str
     params: SerializeAsAny[Section]
 

@@ -316,6 +316,7 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
 def _removed(here: str, value: object) -> str | Fault:
     """Answer a removed section or key: a note if it is off, as in files that a plan wrote, else a fault."""
     switch, instead = REMOVED[here]
+    # Files that a plan wrote list all keys, also those of sections that were off.
     if value is None or (isinstance(value, dict) and value.get(switch) is None):
         return f"{here}: {quoted(value)} has no effect here: it was removed; {instead}"
     return Fault(here, "unsupported", f"was removed; {instead}")

@@ -184,6 +184,7 @@ class ZeroConfig(ConfigSection):
 
     path = "zero_optimization"
 
+    # `_stage` runs before the validator of `Int`, so each wrong value gets its text.
     stage: Annotated[Int, BeforeValidator(_stage)] = Field(default=0, json_schema_extra={"enum": [0, 1, 2, 3]})
     """0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
 

@@ -162,6 +162,7 @@ class Sequences:
         mixes = trial.differs and _differ([one], [other], tolerance)
         is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
         self._judge(*summed([attention.num_calls - before, mixes, is_no_sum, attention.fault is not None]))
+        # After the judgement: a failed check is repeated with the next batch.
         self._tried.add(has_labels)
 
     def _find_ignored(

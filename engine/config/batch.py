@@ -128,7 +128,7 @@ class KeptBatch:
         If no accumulation suits `can_accumulate`, the preferred microbatch is returned.
         """
         share, rest = divmod(self.first.train, data_size)
-        if rest or not share:
+        if rest:
             return None
         # In order of preference: see [Note: what stays].
         triples = [Batch(self.first.train, micro, share // micro) for micro in self._micros(share)]
@@ -212,7 +212,7 @@ _BatchLimit = Annotated[Int, Field(ge=1, le=_MAX_BATCH)]
 
 
 def _version(value: object) -> object:
-    if isinstance(value, bool) or value not in (0.1, 0.2):
+    if value not in (0.1, 0.2):
         raise PydanticCustomError("value_error", "expected 0.1 or 0.2")
     return value
 

@@ -9,6 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
+// On every processor: the compiler cuts a vector for which it has no register.
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
@@ -47,6 +48,7 @@ template <int kind> INLINE vf load_values(const void *from, int64_t at) {
     return (vf)(__builtin_convertvector(load<vh>((const uint16_t *)from + at), vu) << 16);
 }
 
+// bfloat16: to nearest, ties to even. Every NaN is stored as 0x7FC0, as the Triton form does.
 template <int kind> INLINE void store_values(void *to, int64_t at, vf x) {
     if (kind == FLOAT32) return store((float *)to + at, x);
     const vu bits = (vu)x;
@@ -68,11 +70,13 @@ INLINE vf random_parts(const struct Blocks *job, uint64_t number) {
         high[i] = (uint32_t)((number + i) >> 32);
     }
     const vu noise = mixed(mixed(low + job->key[0]) ^ (high + job->key[1]));
+    // 24 bits fit a signed integer, whose conversion is an instruction on every processor.
     return __builtin_convertvector((vi)(noise >> 8), vf) * 0x1p-24f;
 }
 
 // The largest integer <= x, |x| < 2^22.
 INLINE vf floor_of(vf x) {
+    // Truncation, corrected below zero: SSE2 has no instruction that rounds down.
     const vf whole = __builtin_convertvector(__builtin_convertvector(x, vi), vf);
     return whole > x ? whole - 1.0f : whole;
 }
@@ -90,6 +94,7 @@ template <int kind, int less_kind, int bits> static void quantize_block(const st
     for (int v = 0; v < VECTORS; v++) {
         const int64_t at = block * BLOCK + v * LANES;
         x[v] = load_values<kind>(job->values, at);
+        // FLOAT32 only gives the unused branch a valid type.
         if (less_kind) x[v] -= load_values<less_kind ? less_kind : FLOAT32>(job->less, at);
         const vu size = (vu)x[v] & 0x7FFFFFFF;  // ordered as |x|, with inf and NaN on top
         largest = size > largest ? size : largest;
@@ -115,6 +120,7 @@ template <int kind, int less_kind, int bits> static void quantize_block(const st
             y = nearest(y);
         }
         const vf none = {};
+        // x * inverse may round above `most`, and the random bits may add a step.
         y = y > most ? none + most : y;
         y = y < -most ? none - most : y;
         codes[v] = __builtin_convertvector(y, vi);
@@ -143,6 +149,7 @@ template <int kind, int bits> static void dequantize_block(const struct Blocks *
             code = __builtin_convertvector(((half ? pair >> 4 : pair) & 15) - 8, vf);
         }
         const vf none = {};
+        // A broken block has the scale NaN, and 0 * NaN would be NaN.
         vf y = code == none ? none : code * scale;
         const int64_t at = block * BLOCK + v * LANES;
         if (job->adds) y = load_values<kind>(job->values, at) + y;
@@ -175,6 +182,7 @@ static void *run(void *given) {
     const Team *team = (const Team *)given;
     Blocks *job = team->job;
     for (;;) {
+        // Relaxed: tasks share no data, and pthread_join orders their stores.
         const int64_t start = __atomic_fetch_add(&job->next_task, 1, __ATOMIC_RELAXED) * TASK;
         if (start >= job->blocks) return 0;
         const int64_t end = start + TASK < job->blocks ? start + TASK : job->blocks;

@@ -29,6 +29,7 @@ ENVIRONMENT = "LOWTIDE_CPU_KERNEL"
 COMPILERS = ("c++", "g++", "clang++")
 NATIVE = ("-march=native",)
 # Contracted multiply-adds would make the bits depend on processor and compiler.
+# Without -fno-math-errno a square root is a call that may set errno, and no vector instruction.
 _FLAGS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno")
 _TIMEOUT_SECONDS = 120.0
 
@@ -63,6 +64,7 @@ def make_or_say_why(make: Callable[[tuple[str, ...]], Made], form: str, instead:
     for instructions, flags in attempts if wanted == "native" else attempts[1:]:
         try:
             made = make(flags)
+        # A compiler may not know this processor, so the portable form is next. If both fail, the first reason is told.
         except BuildError as error:
             reason = reason or str(error)
             continue
@@ -119,6 +121,7 @@ def _processor() -> str:
 
 
 def _key(source: Path, compiler: list[str], command: list[str]) -> str:
+    # A compiler that is updated in place has the same path and a new version.
     version = _run([*compiler, "--version"])
     parts = [source.read_text(), version, *command, _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
@@ -131,6 +134,7 @@ def _load_from(folder: Path, name: str, source: Path, command: list[str]) -> cty
             return ctypes.CDLL(str(path))
         except OSError:  # damaged; a new build replaces it
             pass
+    # The library runs in this process, so no other user may write to its folder.
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=f"{name}.", dir=folder)
     os.close(handle)
@@ -138,6 +142,7 @@ def _load_from(folder: Path, name: str, source: Path, command: list[str]) -> cty
         _run([*command, "-o", temporary, str(source)])
         os.replace(temporary, path)
     finally:
+        # Missing after the rename; present after an error.
         Path(temporary).unlink(missing_ok=True)
     return ctypes.CDLL(str(path))
 

@@ -33,6 +33,8 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 
 enum Kind { NONE = 0, FLOAT32 = 1, BFLOAT16 = 2, FLOAT16 = 3, INT8 = 4 };
+// BLOCK: STATE_BLOCK_NUMEL of optimizer_states.py. MAX_COEFFICIENTS: that of optimizers/optimizer.py.
+// A task is a whole number of blocks, so no two threads write the same scale.
 enum { BLOCK = 256, MAX_COEFFICIENTS = 8, TASK = 128 * BLOCK };
 
 // `_Job` in optimizer_step.py has the same fields in the same order.
@@ -57,6 +59,7 @@ struct Job {
     float gradient_scale;
 };
 
+// By memcpy, since a shard may begin at any element: a cast of the pointer would promise an aligned vector.
 template <class V> INLINE V load(const void *from) {
     V x;
     memcpy(&x, from, sizeof x);
@@ -78,6 +81,7 @@ INLINE void store_halves(void *to, vu x, bool stream) {
 #elif LANES == 8
 INLINE vu load_halves(const void *from) { return (vu)_mm256_cvtepu16_epi32(load<__m128i>(from)); }
 INLINE vu load_bytes(const void *from) { return (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+// packus saturates. All values fit into 16 or 8 bits here, so it changes none.
 INLINE __m128i packed(vu x) {
     return _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
 }
@@ -214,6 +218,7 @@ INLINE vu other_noise(vu x) {
 // c: decay, lerp of m (2), beta2, 1 - beta2, sqrt(correction2), eps, -step size
 template <bool DECOUPLED> struct Adam {
     enum { STATES = 2 };
+    // The order is that of torch's fused kernel: the decay comes before the moments.
     INLINE void apply(const float *c, vf g, vf &w, vf &m, vf &v) {
         if (DECOUPLED) w = w * c[0];
         else g = multiply_add(w, c[0], g);
@@ -320,6 +325,7 @@ static void update_rest(const Job &job, const float *c, int64_t at, int64_t coun
     uint32_t bits[LANES];
     char *const master = (char *)job.master + at * bytes_of(job.master_kind);
     Job part = job;
+    // The copy begins at element 0, so the number of its first element moves on by `at`.
     part.master = w, part.gradient = g, part.out = out, part.first += at;
     if (job.remainder) part.remainder = memcpy(remainder, remainder_at(job, at), count * remainder_bytes(job));
     memcpy(w, master, count * bytes_of(job.master_kind));
@@ -340,6 +346,7 @@ INLINE void update_span(const Job &job, const float *c, int64_t at, int64_t coun
                         uint32_t *noise) {
     // Only `out`, which is not read, is stored around the cache: this saves reading its lines. With the same stores for
     // tensors that were just read, the update took 53 instead of 35 ms (100M elements, Zen 4, 2 threads).
+    // Streamed stores need aligned addresses. Without `out` the value is not used.
     const bool stream = (uintptr_t)((uint16_t *)job.out + at) % (2 * LANES) == 0;
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES)
@@ -414,6 +421,7 @@ template <> constexpr bool is_signed<Adagrad>(int) { return false; }
 template <bool SIGNED> INLINE void widen(const Job &job, int index, int64_t at, int64_t count, float *to) {
     const int64_t size = job.state_kind == INT8 ? 1 : 2;
     const char *from = (const char *)job.states[index] + at * size;
+    // The last block of a shard may be short. Its rest reads as zeros, which do not raise the scale.
     char padded[BLOCK * 2];
     if (count < BLOCK) {
         memset(padded, 0, sizeof padded);
@@ -428,6 +436,7 @@ INLINE void narrow(const Job &job, int index, int64_t at, int64_t count, const f
     const int64_t size = job.state_kind == INT8 ? 1 : 2;
     char *place = (char *)job.states[index] + at * size;
     char padded[BLOCK * 2];
+    // `from` has BLOCK numbers: behind `count` they are still the zeros of `widen`.
     char *to = count < BLOCK ? padded : place;
     if (job.state_kind == INT8) Minifloat<SIGNED>::narrow(from, noise, (uint8_t *)to, job.scales[index] + at / BLOCK);
     else narrow_bfloat16(from, noise, (uint16_t *)to);
@@ -439,6 +448,7 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 // Update elements start to end of the shard. start is a multiple of BLOCK.
 template <class Rule> static void update_task(const Job &job, int64_t start, int64_t end) {
     int run = 0;
+    // A task may begin within any run, and runs may be empty.
     while (job.run_ends[run] <= start) run++;
     const bool is_direct = job.state_kind == FLOAT32 || Rule::STATES == 0;
     float *s0 = (float *)job.states[0], *s1 = (float *)job.states[1];
@@ -464,6 +474,7 @@ template <class Rule> static void update_task(const Job &job, int64_t start, int
         }
         narrow<is_signed<Rule>(0)>(job, 0, at, count, first, noise);
         if (Rule::STATES > 1) {
+            // The states of an element must not be rounded by the same bits: their errors would be correlated.
             for (vu &bits : noise) bits = other_noise(bits);
             narrow<is_signed<Rule>(1)>(job, 1, at, count, second, noise);
         }
@@ -500,6 +511,7 @@ static void work(void *data) {
     _mm_setcsr(0x9FC0);  // nearest even, no traps, denormal inputs and results are zero
 #endif
     for (;;) {
+        // Relaxed: tasks share no data, and the end of the threads orders their stores.
         const int64_t start = __atomic_fetch_add(&job.next_task, TASK, __ATOMIC_RELAXED);
         if (start >= job.n) break;
         RULES[job.rule].update(job, start, least(start + TASK, job.n));

@@ -208,11 +208,13 @@ def gradient_reference(
         dx.mul_(of_row * (1.0 + 2.0 * terms.z_loss * lse[part, None]))
         if terms.label_smoothing:
             dx.sub_(of_row * (terms.label_smoothing / logits.shape[1]))
+        # Subtracts 1 - s at the label.
         dx.scatter_add_(1, labels[part].where(kept, 0).long()[:, None], of_row * (terms.label_smoothing - 1.0))
         if slope is not None:
             dx.mul_(slope)
         if kept.device.type != "cpu" or not kept.all():  # `all` on a device would make the host wait
             dx.masked_fill_(~kept[:, None], 0.0)
+        # Rounded once, at the end: until here dx has the dtype of lse.
         if out.dtype != lse.dtype:
             out[part] = dx
 
@@ -237,6 +239,7 @@ class _CrossEntropy(torch.autograd.Function):
         overwrite_logits: bool,
         returns_z: bool,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        # Kernels find the label of a row by the row's number.
         labels = labels.contiguous()
         if launches is not None:
             loss, lse = launches.forward(logits, labels)
@@ -247,9 +250,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.terms, ctx.launches, ctx.overwrites, ctx.spent = terms, launches, overwrite_logits, False
         if not returns_z:
             return loss  # type: ignore[no-any-return]
+        # Behind the lse of all rows, Triton's form keeps losses and a count in the tensor.
         of_rows = terms.z_loss * lse[: labels.numel()].square()
         reduced_z = terms.reduced(of_rows, terms.divisor(labels), labels.shape)
         ctx.mark_non_differentiable(reduced_z)
+        # The z-loss has no gradient, and backward needs no zeros in its place.
         ctx.set_materialize_grads(False)
         return loss, reduced_z
 

@@ -55,6 +55,7 @@ def _choose(backend: Backend, kernel: str, given: tuple[tuple[torch.device, torc
     device = given[0][0].type if given else "cpu"
     if backend == "auto" and device != "cuda":
         return False
+    # Integer tensors (labels) do not choose a form: every kernel takes int32 and int64.
     wide = [dtype for _, dtype in given if dtype.is_floating_point and dtype not in TRITON_DTYPES]
     if backend == "auto":
         return not wide and _has_triton_or_says_so()
@@ -94,6 +95,7 @@ def row_strides(*forms: Form | None) -> tuple[bool, list[int]]:
 def _row_stride(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
     if shape[-1] > 1 and strides[-1] != 1:
         return None
+    # The stride of a dimension of size 1 is arbitrary. strict=False: the last stride is that of columns.
     dims = [(size, stride) for size, stride in zip(shape[:-1], strides, strict=False) if size != 1]
     # Rows at equal distances: a step of each outer dimension passes all rows of the next dimension.
     for (_, outer), (size, inner) in pairwise(dims):
@@ -104,6 +106,7 @@ def _row_stride(shape: torch.Size, strides: tuple[int, ...]) -> int | None:
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a contiguous tensor."""
+    # torch knows the rule: in strides a size of 0 counts as 1.
     return torch.empty(shape, device="meta").stride()
 
 
@@ -114,6 +117,7 @@ def together(tensor: Any) -> Any:
 
 def direct_apply(function: type[Function]) -> Callable[..., Any]:
     """Return `function.apply` without its look at each argument for torch.func: it costs more than a small kernel."""
+    # Under a transform of torch.func the usual `apply` must run: it raises torch's error for functions without a rule.
     direct = super(Function, function).apply  # type: ignore[misc]  # of torch's class in C++
 
     def apply(*args: Any) -> Any:

@@ -22,6 +22,7 @@ from .dispatch import Backend, triton_form, uses_triton
 _LIMB_BITS = 32
 _MASK = (1 << _LIMB_BITS) - 1
 BIAS_BITS = 1152  # 36 limbs below one: the smallest float64, 2^-1074, is a whole number of units
+# A finite float64 touches limbs up to 68. Limbs keep their carries, as they have 64 bits.
 NUM_LIMBS = 72
 
 
@@ -41,6 +42,7 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
         triton_form("sum_of_squares").add_limbs(sums, values, row, flag)
         return
     is_finite = values.isfinite()
+    # A non-finite value adds 0, so all limbs stay valid. The flag tells of it.
     mantissa, exponent = torch.frexp(torch.where(is_finite, values, 0.0))
     integer = (mantissa * 2.0**53).to(torch.int64)  # exact, and below 2^53
     position = exponent.to(torch.int64) + (BIAS_BITS - 53)
@@ -57,6 +59,7 @@ def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Bac
 
 def value_of(limbs: Tensor) -> Tensor:
     """Convert limbs to float64, (), on their device, within a few units in the last place; inf if too large."""
+    # The units of the highest limbs are inf in float64, and 0 * inf would be NaN.
     return torch.where(limbs == 0, 0.0, limbs * _units(limbs.device)).sum()
 
 
@@ -72,6 +75,7 @@ def from_limbs(limbs: Sequence[int]) -> float:
     for index in compress(range(NUM_LIMBS), limbs):  # most are 0
         total += limbs[index] << (_LIMB_BITS * index)
     try:
+        # ldexp converts the integer to a float first, so it must be below 2^1024. A division has no limit.
         return math.ldexp(total, -BIAS_BITS) if total.bit_length() < 1000 else total / (1 << BIAS_BITS)
     except OverflowError:
         return math.inf

@@ -89,12 +89,14 @@ def replace_modules(
     fused: list[Fused] = []
     heads: list[nn.Module] = []
     seen: set[str] = set()
+    # A list, as the loop changes classes while the model is walked.
     for name, module in list(model.named_modules()):
         origin = _origin(type(module))
         left_out = COMPILED_FUSIONS if id(module) in inside_compiled else ()
         wanted = {key: backends[key] for key in names if key not in left_out}
         found = fusions_of(module, origin.cls, wanted, always_fuses_loss)
         seen |= {fusion.kernel for fusion in found}
+        # Fusions of an earlier call with different names stay.
         kept = [fusion for fusion in origin.fusions if fusion.kernel not in names]
         # Sorted: `_fused_class` caches classes by it, and a second call must find what it made.
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))
@@ -153,6 +155,7 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _origin(cls: type[nn.Module]) -> _Origin:
+    # `vars`, not getattr: a user's subclass of a generated class would inherit the attribute, and lose its changes.
     origin: _Origin = vars(cls).get(_ORIGIN, _Origin(cls, ()))
     return origin
 

@@ -57,6 +57,7 @@ def is_causal_lm(module: nn.Module, original: type[nn.Module]) -> bool:
         and head.__class__.__module__ == nn.Linear.__module__  # nn.Linear itself, fused or not
         and head.__class__.__qualname__ == "Linear"
         and isinstance(backbone, nn.Module)
+        # Older versions of transformers compute the loss inside forward.
         and isinstance(getattr(original, "loss_function", None), property)
         and getattr(module, "loss_type", None) in (None, "ForCausalLM")
         and _output_type(original) is not None
@@ -109,10 +110,12 @@ def linear_loss_members(original: type[nn.Module], always: bool) -> dict[str, An
         if not self.training or not (always or _is_loss_only()):
             return unfused(self, *args, **kwargs)
         given = dict(signature.bind(self, *args, **kwargs).arguments)
+        # `bind` collects the keywords without a parameter under the name of **kwargs.
         given |= given.pop("kwargs", {})
         given.pop("self")
         labels, kept = given.pop("labels", None), given.pop("logits_to_keep", 0)
         has_labels = labels is not None
+        # A tensor or a number above 0 in logits_to_keep wants the logits of some positions.
         if not has_labels or not isinstance(kept, int) or kept or not _can_leave_logits_out(self):
             return unfused(self, *args, **kwargs)
         return_dict = given.pop("return_dict", None)
@@ -121,6 +124,7 @@ def linear_loss_members(original: type[nn.Module], always: bool) -> dict[str, An
         loss = _loss_of_head(self.lm_head, outputs[0], labels, given, soft_cap)
         others = {field.name: getattr(outputs, field.name, None) for field in fields(output_type)}
         output = output_type(**{**others, "loss": loss, "logits": None})
+        # return_dict decides only about the form of the result, so the backbone above always gets True.
         wants_dict = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
@@ -158,6 +162,7 @@ def _shifted(labels: Tensor | None, shift_labels: Tensor | None, ignore_index: i
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
+    # Labels are shifted and not logits: all logits without the last position would be a copy of them.
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
 
 
@@ -176,6 +181,7 @@ def _has_own_loss(model: Any) -> bool:
 
 
 def _can_leave_logits_out(model: Any) -> bool:
+    # ForCausalLMLoss views the logits as rows of vocab_size, but a padded head has longer rows.
     return not _has_own_loss(model) and model.lm_head.out_features == model.config.vocab_size
 
 

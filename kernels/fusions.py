@@ -75,6 +75,7 @@ def _find_rms_norm(module: nn.Module, original: type[nn.Module]) -> tuple[str, O
     weight = getattr(module, "weight", None)
     if family is None or not isinstance(weight, Tensor) or weight.dim() != 1 or list(module._parameters) != ["weight"]:
         return None
+    # Llama's norm has variance_epsilon, Gemma's has eps.
     eps_names = [name for name in ("variance_epsilon", "eps") if isinstance(getattr(module, name, None), float)]
     return (f"rms_norm_{eps_names[0]}", family.norm_offset) if len(eps_names) == 1 else None
 
@@ -92,6 +93,7 @@ _ACTIVATIONS = {
 
 def _find_gated_mlp(module: nn.Module, original: type[nn.Module]) -> tuple[str, Option] | None:
     parts = ("gate_proj", "up_proj", "down_proj")
+    # The fused forward would leave out a further part: for example a norm that the user has added.
     if family_of(original, "MLP") is None or set(module._modules) - {"act_fn"} != set(parts):
         return None
     activation = getattr(module, "act_fn", None)
@@ -106,6 +108,7 @@ def _find_rotary(module: nn.Module, original: type[nn.Module]) -> tuple[str, Opt
     if family_of(original, "Attention") is None or not isinstance(forward, FunctionType):
         return None
     rotate = forward.__globals__.get(_ROTATION)
+    # A different module: another library has put its function in the place of transformers'.
     if not isinstance(rotate, FunctionType) or rotate.__module__ != original.__module__:
         return None
     if _ROTATION not in forward.__code__.co_names:  # forward rotates without this function
@@ -214,6 +217,7 @@ def _fused_rotation(rotate: Callable[..., Any], backend: Backend) -> Callable[..
     def fused_rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:  # such as unsqueeze_dim: heads are in a different dimension
             return rotate(q, k, cos, sin, *args, **kwargs)
+        # For example float16 tables beside bfloat16 heads: the kernel refuses them.
         if cos.dtype not in (torch.float32, q.dtype):
             cos, sin = cos.float(), sin.float()
         return rotary_embedding(q, k, cos, sin, backend=backend)

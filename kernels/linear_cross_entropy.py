@@ -87,6 +87,7 @@ class LogitChunks:
     def rows_per_chunk(self, num_rows: int, num_classes: int) -> int:
         """Choose chunks of about equal size, of at most chunk_bytes unless a single row is larger."""
         most = max(1, self.chunk_bytes // (self.columns(num_classes) * self.dtype.itemsize))
+        # Equal chunks: a small last product would use the processors badly.
         even = -(-num_rows // max(1, -(-num_rows // most)))
         rounded = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
         return max(1, min(rounded if rounded <= most else even, num_rows))
@@ -152,6 +153,7 @@ class DlogitsSums:
 
     def add(self, part: slice, hidden: Tensor, dlogits: Tensor) -> None:
         """Add a chunk. hidden: (rows, n) and dlogits: (rows, num_classes) of rows `part`, in the dtype of products."""
+        # `out` of a product must have its dtype; under autocast hidden may be wider.
         if self.hidden is not None and self.hidden.dtype == dlogits.dtype:
             torch.mm(dlogits, self._head.weight, out=self.hidden[part])
         elif self.hidden is not None:
@@ -177,6 +179,7 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Compute total += left^T right. total: (m, n); left: (rows, m) and right: (rows, n), not wider than total."""
     if total.dtype == left.dtype:
         total.addmm_(left.t(), right)
+    # torch.addmm has out_dtype on CUDA only. There the product is not rounded to bfloat16.
     elif total.is_cuda and torch.version.hip is None and total.dtype == torch.float32:
         torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
     else:
@@ -299,11 +302,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:
         terms, flat_labels = chunks.terms, labels.reshape(-1).contiguous()
         divisor = terms.divisor(flat_labels)
+        # [Note: gradient in backward]
         is_late = needs_gradient and (terms.reduction == "none" or chunks.dtype == torch.float16)
         sums, scale = None, None
         head = Head.cast(as_rows(hidden), weight, bias, chunks.dtype)
         if needs_gradient and not is_late:
             sums = DlogitsSums(head, weight.dtype, ctx.needs_input_grad[:3], chunks)
+            # As if the incoming gradient were 1. Backward multiplies by that gradient.
             scale = terms.scale_of_rows(torch.ones((), dtype=chunks.wide_dtype, device=hidden.device), divisor)
         losses, lse = chunks.forward(head, flat_labels, scale, sums)
         ctx.chunks, ctx.is_late, ctx.spent = chunks, is_late, False
@@ -332,6 +337,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "gradients that forward computed: call linear_cross_entropy again"
             )
         ctx.spent = True
+        # The saved gradients are returned themselves, so a second backward would scale them twice.
         gradients = ctx.saved_tensors
         for gradient in gradients:
             if gradient is not None:

@@ -70,6 +70,7 @@ def weight_gradient(dy: Tensor, x: Tensor, is_transposed: bool, out: Tensor | No
     """
     rows, inputs = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
     first, second = (inputs, rows) if is_transposed else (rows, inputs)
+    # The operands in autograd's order: a transposed product may round differently.
     return first.t().mm(second) if out is None else torch.mm(first.t(), second, out=out)
 
 
@@ -128,6 +129,7 @@ def _is_ordinary(module: nn.Module, x: Any) -> bool:
 
 def _transposes(module: nn.Module) -> bool | None:
     """Return False for a linear layer, True for a linear layer with weight (in, out), None for any other module."""
+    # This layer is overridden already, so its backward is not known.
     if "forward" in module.__dict__:
         return None
     if type(module) is nn.Linear:

@@ -93,6 +93,7 @@ def _fake_rms_norm_backward(
 def _save_rms_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, residual, weight, *ctx.options = inputs
     _, h, rstd = output
+    # Without a residual h is empty, as an operator may not return its input.
     ctx.save_for_backward(x if residual is None else h, weight, rstd)
     ctx.has_residual = residual is not None
     ctx.set_materialize_grads(False)
@@ -139,6 +140,7 @@ def gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, activation: str, 
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         activated = F.gelu(gate, approximate=approximate)
         dgate = torch.ops.aten.gelu_backward(dy * factor, gate, approximate=approximate)
+    # Autograd is off inside an operator, so the derivative is a formula and no graph of the forward.
     dgate, dup = dgate.to(x.dtype), (dy * activated).to(x.dtype)
     return (
         (dgate.contiguous(), dup.contiguous())

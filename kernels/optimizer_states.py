@@ -149,6 +149,7 @@ def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: 
     # As bits of a float32: the scale is the power of two above the largest magnitude, so y is below 1.
     exponent = (bits & 0x7FFFFFFF).amax(1, keepdim=True) >> 23
     is_broken = exponent >= 253  # the inverse of the scale would be denormal
+    # Keeps the shifts of broken blocks in range. Their codes and scale are overwritten below.
     exponent.clamp_(max=252)
     scale.copy_(((exponent + 1) << 23).view(torch.float32).masked_fill(is_broken, torch.nan).view(-1))
     y = blocks.abs() * ((253 - exponent) << 23).view(torch.float32)
@@ -157,11 +158,13 @@ def narrow_blocks(values: Tensor, noise: Tensor | None, payload: Tensor, scale: 
         random.view(-1)[:numel] = noise & ((1 << _MANTISSA_SHIFT) - 1)
     top = _top_exponent(payload.dtype)
     normal = ((y.view(torch.int32) + random) >> _MANTISSA_SHIFT) - ((127 - top) << 3)
+    # In a broken block y may be inf or NaN, and their conversion to an integer is undefined.
     subnormal = (y * 2.0 ** (2 + top) + random.float() * 2.0**-_MANTISSA_SHIFT).nan_to_num_(0, 0, 0).to(torch.int32)
     code = torch.where(y < 2.0 ** (1 - top), subnormal, normal)
     if payload.dtype == torch.int8:
         code |= (bits >> 24) & -0x80  # the sign: the shift is arithmetic, so it is -128 or 0
     else:
+        # Only 0 becomes 0: a second moment of 0 would divide by eps alone.
         code.masked_fill_((code == 0) & (y > 0), 1)
     payload.copy_(code.masked_fill_(is_broken, 0).view(-1)[:numel])
 

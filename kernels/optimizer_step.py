@@ -30,6 +30,7 @@ CHUNK_NUMEL = 1 << 18  # 1 MiB of float32 per tensor: weight, gradient and two m
 _DEVICE_CHUNK_NUMEL = 1 << 22  # an operation on 16 MiB takes a device longer than its launch takes the host
 LAUNCH_NUMEL = 1 << 26  # half a millisecond: then the updated shards can be sent, beside the next launch
 # `Kind` in cpu_optimizer.cpp.
+# int8 and uint8 are a kind: the C++ kernel knows by rule and index which states have a sign.
 _KINDS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 4}
 
 
@@ -208,6 +209,7 @@ def update_shards(
 
     for number, shard in enumerate(shards):
         kind = shard.kind
+        # The answer depends on device, dtypes and contiguity, which are equal in a kind.
         if kind not in serves:
             serves[kind] = _triton_serves(backend, optimizer, shard)
         if not serves[kind]:
@@ -221,6 +223,7 @@ def update_shards(
         num_waiting[kind] += shard.numel
         if num_waiting[kind] >= LAUNCH_NUMEL:
             launch(kind)
+    # on_updated starts collectives. Kinds and lengths are equal on all ranks, and so is this order.
     for kind in list(waiting):
         launch(kind)
 
@@ -241,6 +244,7 @@ class UpdateLaunches:
 
         def add(optimizer: Optimizer, used: list[ShardUpdate], step: int, *_: object) -> None:
             nonlocal end
+            # Not merged: options that are equal in this step may differ in a later step.
             one = self._triton.UpdateLaunch(optimizer, used, step, merges_equal=False)
             numel = len(one.numbers_at(step)) // 4
             # Launches with the same options and the same seed read the same numbers.
@@ -338,6 +342,7 @@ def _update_by_torch(
     """Update a shard chunk by chunk with torch. skip: on a device, so that the host does not wait for it."""
     # If torch's optimizer stores no step, its formula reads the step on the host, if at all.
     device = shard.master.device if optimizer.keeps_step else torch.device("cpu")
+    # A run with step 0 has no tensor, and is left out below: it does not change.
     step_tensors = {number: torch.full((), float(number), device=device) for number in shard.steps if number}
     starts = [0, *(end for end, _ in shard.runs)]
     most = chunk_numel(shard.master.device.type)
@@ -370,12 +375,14 @@ def _update_chunk(
         weight = with_remainder(chunk.master, chunk.remainder)
     else:
         weight = chunk.master.to(torch.promote_types(chunk.master.dtype, torch.float32))  # itself if it is wide
+    # Without a remainder `_store_weight` does not compare, and no clone is needed.
     before = weight if chunk.remainder is None else weight.clone()
     gradient = chunk.gradient.to(weight.dtype)
     if isinstance(gradient_scale, Tensor):
         gradient = gradient * gradient_scale.reshape(()).to(gradient.dtype)
     elif gradient_scale != 1.0:
         gradient = gradient * gradient_scale
+    # Drawn before the update: the bits of states are a hash of the gradient and the weight as they were.
     noise = None
     if chunk.rounding is not None:
         noise = chunk.rounding.noise(chunk.numel, step, weight.device)
@@ -476,6 +483,7 @@ class CpuKernel:
         for tensor in tensors:
             if tensor.device.type != "cpu" or not tensor.is_contiguous():
                 return False
+        # A float32 `out` would equal the master weights, so it is left to torch.
         narrow = (torch.bfloat16, torch.float16)
         return shard.gradient.dtype in (torch.float32, *narrow) and (out is None or out.dtype in narrow)
 
@@ -493,6 +501,7 @@ class CpuKernel:
         for index, state in enumerate(states):
             payloads[index] = state.payload.data_ptr()
             scales[index] = None if state.scale is None else state.scale.data_ptr()
+        # The job has addresses alone. Tensors and arrays live in this frame until the call returns.
         job = _Job(
             master=master.data_ptr(),
             gradient=gradient.data_ptr(),
@@ -511,11 +520,13 @@ class CpuKernel:
             threads=torch.get_num_threads(),
             gradient_scale=gradient_scale,
         )
+        # All states of a shard are narrow or none is: they follow the option state_dtype.
         if states and states[0].payload.dtype != torch.float32:
             job.seed = step_seed(step)
         if rounding is not None:
             job.is_drawn, job.first = 1, rounding.first
             job.key[0], job.key[1] = step_key(rounding.seed, step)
+        # ctypes releases the GIL, so other threads of Python run beside the update.
         self._step(ctypes.byref(job))
         for tensor in (master, *([] if out is None else [out])):  # a graph that saved them must raise an error
             torch.autograd.graph.increment_version(tensor)

@@ -102,6 +102,7 @@ def quantize_reference(
         y = y.round()
     else:
         noise = rounding.noise(numel, step, values.device).view_as(y)
+        # 24 bits, so that the conversion to float32 is exact.
         y = (y + (noise >> 8 & 0xFFFFFF).float() * _UNIT).floor()
     codes = torch.where(is_broken, is_bad.float(), y.clamp_(-most, most)).to(torch.int32)
     payload, scales = parts_of(message, bits)
@@ -121,6 +122,7 @@ def dequantize_reference(message: Tensor, bits: int, out: Tensor, adds: bool) ->
     else:
         halves = payload.view(-1, QUANTIZED_BLOCK_NUMEL // 2).to(torch.int32)
         codes = torch.cat([halves & 15, halves >> 4], dim=1).sub_(8).float()
+    # A broken block has the scale NaN, and 0 * NaN would be NaN.
     values = torch.where(codes == 0, codes, codes * scales.view(-1, 1)).view(-1)
     out.copy_(out.float().add_(values) if adds else values)
 

@@ -48,6 +48,7 @@ def rotary_embedding(
     not possible.
     """
     forms = form_of(q), form_of(k), form_of(cos), form_of(sin)
+    # Backward would silently give the tables no gradient.
     if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
         name = "cos" if cos.requires_grad else "sin"
         raise ValueError(

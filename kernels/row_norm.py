@@ -157,6 +157,7 @@ class _RmsNorm(torch.autograd.Function):
         h, weight, rstd = ctx.saved_tensors
         _, needs_residual, needs_weight, _ = ctx.needs_input_grad
         dx, dweight = ctx.launches.backward(dy, dh, h, weight, rstd, needs_weight)
+        # The two gradients share a tensor. Autograd adds in place only to a tensor without further references.
         return dx, dx if needs_residual else None, dweight, None
 
 

@@ -78,6 +78,7 @@ def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:
     rest = values.numel() % block_numel
     if not rest:
         return _squares_of_rows(values.reshape(-1, block_numel))
+    # The short block is summed alone, so that the whole blocks need no padded copy.
     whole, tail = values.reshape(-1).split([values.numel() - rest, rest])  # type: ignore[no-untyped-call]
     return torch.cat([_squares_of_rows(whole.view(-1, block_numel)), _squares_of_rows(tail.view(1, -1))])
 
@@ -119,6 +120,7 @@ def clip_factor(
     known: (index, value) of a number with a known value in a valid step. grad_scale: factor without clipping.
     limit: maximum norm. clips_below: clip also a norm at most 1e-6 below the limit.
     """
+    # Without a limit, a norm of inf would give inf / inf = NaN.
     clips_below &= limit != math.inf
     if uses_triton(backend, "clip_factor", sums):
         by_triton = triton_form("sum_of_squares").clip_factor

@@ -66,6 +66,7 @@ class Rounding(NamedTuple):
         """Draw random bits for each element, (numel,) int32. The C++ and the Triton kernel have the same function."""
         numbers = torch.arange(numel, device=device) + signed_long(self.first)
         low_key, high_key = (signed_word(word) for word in step_key(self.seed, step))
+        # A cast to int32 keeps the low 32 bits.
         low, high = numbers.to(torch.int32), (numbers >> 32).to(torch.int32)
         return mixed(mixed(low + low_key) ^ (high + high_key))
 
@@ -87,7 +88,9 @@ def split_weights(values: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
     noise: (n,) int32 random bits.
     """
+    # The mask: the shift of a signed integer is arithmetic. The sum rounds up by a carry into the kept bits.
     drawn = values.view(torch.int32) + (noise >> 24 & 0xFF) & ~0xFF
+    # Half up, not to even: so the byte is at most 127, and a weight has a unique form.
     nearest = (drawn + 0x8000) >> 16
     rest = (drawn >> 8) - (nearest << 8)
     is_nan = values.isnan()  # a carry could make any bits of it, such as -0.0
@@ -108,6 +111,7 @@ def signed_long(number: int) -> int:
 
 
 def _split_mix(x: int) -> int:
+    # SplitMix64's constants. Python adds before it masks.
     x = x + 0x9E3779B97F4A7C15 & _LONG
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _LONG
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _LONG

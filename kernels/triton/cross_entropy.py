@@ -94,6 +94,7 @@ def _losses_kernel(
             if HAS_SMOOTHING:
                 totals += tl.where(at < n_cols, u, 0.0)
         lse = base + tl.log(tl.sum(sums, axis=0))
+        # NaN in place of an error: [Note: labels out of range] in kernels/cross_entropy.py
         lse = tl.where(is_known, lse, float("nan"))
         loss = lse - u_y
         if HAS_SMOOTHING:
@@ -134,6 +135,7 @@ def _gradient_kernel(
         lse = tl.load(LSE_ptr + row)
         scale = tl.load(SCALE_ptr + row * SCALE_stride)
         if IS_MEAN:
+            # div_rn rounds as torch's division does. Triton's `/` is approximate.
             scale = tl.div_rn(scale, tl.load(LSE_ptr + N_offset))
         x = tl.load(X_ptr + row * X_row_stride + at, mask=at < n_stored, other=float("-inf"))
         u, share = _capped(x, at, n_cols, soft_cap, HAS_CAP)
@@ -148,6 +150,7 @@ def _reduce_kernel(
     """result = sum of the losses of all rows;  IS_MEAN: n = the labels that are not ignored, result /= n."""
     total = tl.zeros((BLOCK_SIZE,), tl.float32)
     counts = tl.zeros((BLOCK_SIZE,), tl.int32)
+    # A single program, so the order of the sum is fixed.
     for first in range(0, n_rows, BLOCK_SIZE):
         at = first + tl.arange(0, BLOCK_SIZE)
         ok = at < n_rows
@@ -159,6 +162,7 @@ def _reduce_kernel(
     if IS_MEAN:
         n = tl.sum(counts, axis=0).to(tl.float32)
         tl.store(STATS_ptr + n_rows + n_rows, n)
+        # The mean over no labels is NaN, as in torch; the maximum keeps the division valid.
         result = tl.where(n > 0.0, tl.div_rn(result, tl.maximum(n, 1.0)), float("nan"))
     tl.store(RESULT_ptr, result)
 

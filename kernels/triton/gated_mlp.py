@@ -20,11 +20,13 @@ NUM_WARPS = 4
 def _activated(x, ACTIVATION: tl.constexpr):
     """Compute activation(x) = x s(x) and its slope, s(x) + x s'(x)."""
     if ACTIVATION == "gelu":
+        # 0.7071 is 1 / sqrt(2), and 0.3989 below is 1 / sqrt(2 pi).
         s = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         slope = s + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))  # the density of the normal distribution
     else:
         u = x
         if ACTIVATION == "gelu_tanh":
+            # 1.5958 is 2 sqrt(2 / pi), since (1 + tanh(z)) / 2 = sigmoid(2 z). Below, 0.134145 = 3 * 0.044715.
             u = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         s = tl.sigmoid(u)
         rest = x * s * (1.0 - s)

@@ -63,6 +63,7 @@ class PreparedLaunch:
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **scalars: Any):
         self._kernel, self._num_warps, self._num_stages, self._scalars = kernel, num_warps, num_stages, scalars
+        # Pointers come first in the kernel's signature, so the names without a scalar are those of the tensors.
         self._names = kernel.arg_names[: -len(scalars)]
         self._grid, self._whole_grid = grid, (*grid, 1, 1)[:3]
         self._trailing = tuple(scalars[name] for name in kernel.arg_names[-len(scalars) :])
@@ -71,6 +72,7 @@ class PreparedLaunch:
 
     def __call__(self, *tensors: Tensor | None) -> None:
         """Start the kernel on the device of the first tensor. tensors: in the order of the kernel's pointers."""
+        # -1 on a CPU. Triton's interpreter returns no compiled kernel, so each launch there goes through Triton.
         device = tensors[0].get_device()  # type: ignore[union-attr]  # the first pointer is of each call
         started = self._started.get(device)
         if (
@@ -90,6 +92,7 @@ class PreparedLaunch:
     def _start_by_triton(self, device: int, tensors: tuple[Tensor | None, ...]) -> None:
         args = dict(zip(self._names, tensors, strict=True)) | self._scalars
         compiled = launch(self._kernel, self._grid, self._num_warps, self._num_stages, **args)
+        # Kept only if aligned: for unaligned addresses Triton compiles a second kernel with narrow loads.
         if compiled is not None and _are_aligned(tensors):
             self._started[device] = compiled.run, compiled.function, compiled.packed_metadata
 
@@ -98,6 +101,7 @@ def _are_aligned(tensors: tuple[Tensor | None, ...]) -> bool:
     bits = 0
     for tensor in tensors:
         if tensor is not None:
+            # The low bits of an OR are zero only if they are zero in all addresses.
             bits |= tensor.data_ptr()
     return not bits % ALIGNMENT_BYTES
 

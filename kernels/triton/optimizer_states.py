@@ -93,6 +93,7 @@ def store_state(S_ptr, at, ok, SCALE_ptr, block, block_ok, x, noise):
         IS_SIGNED: tl.constexpr = S_ptr.dtype.element_ty == tl.int8
         TOP: tl.constexpr = 15 if IS_SIGNED else 31
         bits = x.to(tl.int32, bitcast=True)
+        # Elements behind the end of the shard must not raise the scale.
         magnitude = tl.where(ok, bits & 0x7FFFFFFF, 0)
         exponent = tl.max(magnitude, axis=1) >> 23
         is_broken = exponent >= 253  # the inverse of the scale would be denormal
@@ -103,6 +104,7 @@ def store_state(S_ptr, at, ok, SCALE_ptr, block, block_ok, x, noise):
         y = magnitude.to(tl.float32, bitcast=True) * inverse[:, None]
         random = (noise & 0xFFFFF).to(tl.int32)
         is_small = y < 2.0 ** (1 - TOP)
+        # 0 in place of a large y: its conversion to int32 below would be undefined.
         steps = tl.where(is_small, y, 0.0) * 2.0 ** (2 + TOP) + random.to(tl.float32) * 2.0**-20
         normal = ((y.to(tl.int32, bitcast=True) + random) >> 20) - ((127 - TOP) << 3)
         code = tl.where(is_small, steps.to(tl.int32), normal)

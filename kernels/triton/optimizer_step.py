@@ -115,6 +115,7 @@ def _update_tile(
     if REST_ptr is not None:
         old_rest = tl.load(REST_ptr + start + at, mask=ok, other=0)
         w = with_byte(w, old_rest) if IS_DRAWN else w + old_rest.to(tl.float32)
+    # After the remainder was joined: an unchanged weight keeps both parts.
     before = w
     s = tl.zeros_like(w)
     v = tl.zeros_like(w)
@@ -195,6 +196,7 @@ def _kernel(
     OUT_ptr = _pointer(tl.load(SHARD_ptr + 9), OUT, IS_ALIGNED) if OUT is not None else None
     REST_ptr = _pointer(tl.load(SHARD_ptr + 10), REST, IS_ALIGNED) if REST is not None else None
     if SKIP_ptr is not None:
+        # In a skipped step the shard counts as empty: the program writes nothing, and the host need not know.
         end = tl.where(tl.load(SKIP_ptr) != 0, 0, end)
     if FACTOR_ptr is not None:
         factor = tl.load(FACTOR_ptr).to(tl.float32)
@@ -376,6 +378,7 @@ class OptionChunks(NamedTuple):
 
 def _coefficients_at(coefficients: Callable[[Options, int], Coefficients], options: Options, step: int) -> Coefficients:
     values = tuple(coefficients(options, step))
+    # The kernel always reads MAX_COEFFICIENTS numbers.
     return values + (0.0,) * (MAX_COEFFICIENTS - len(values))
 
 
@@ -400,6 +403,7 @@ def run_table(
     """
     ends_tensor = torch.tensor(ends, dtype=torch.int64)
     starts = torch.arange(0, ends[-1], tile_numel)
+    # right: a program that begins at the end of a run is in the next run.
     first_runs = torch.searchsorted(ends_tensor, starts, right=True, out_int32=True)
     first_runs = torch.cat([first_runs, torch.tensor([len(ends) - 1], dtype=torch.int32)])
     choices_tensor = torch.tensor(choices, dtype=torch.int32)

@@ -38,8 +38,10 @@ def _codes(x, at, inverse, is_broken, first, low_key, high_key, MOST: tl.constex
     y = tl.where(is_bad, 0.0, x) * inverse[:, None]
     if IS_DRAWN:
         noise = numbered_noise(first + at, low_key, high_key)
+        # 2^-24: the step of the random numbers in [0, 1)
         y = tl.floor(y + (noise >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08)
     else:
+        # 1.5 * 2^23: a float32 of that size has no fraction.
         y = (y + 12582912.0) - 12582912.0  # the nearest integer, ties to even
     y = tl.minimum(tl.maximum(y, -MOST), MOST)
     return tl.where(is_broken[:, None], is_bad.to(tl.float32), y).to(tl.int32)
@@ -66,6 +68,7 @@ def _quantize_kernel(
     safe = tl.where(is_zero, 1.0, largest)
     inverse = tl.where(is_zero, 0.0, tl.math.div_rn(tl.full((ROWS,), MOST, tl.float32), safe))
     scale = tl.where(is_zero, 0.0, tl.math.div_rn(safe, tl.full((ROWS,), MOST, tl.float32)))
+    # As bits: every NaN of a scale is the same, as in the C++ form.
     scale_bits = tl.where(is_broken, 0x7FC00000, scale.to(tl.int32, bitcast=True))
     tl.store(SCALES_ptr + block, scale_bits.to(tl.float32, bitcast=True), mask=ok)
     low = _codes(left, at, inverse, is_broken, first, low_key, high_key, MOST, IS_DRAWN)

@@ -72,6 +72,7 @@ def _rotate_heads(
         if HEAD_DIM > ROTARY_DIM:
             behind = ROTARY_DIM + tl.arange(0, REST)[None, :]
             ok = there & (behind < HEAD_DIM)
+            # Copied without a change of dtype, so the elements keep their bits.
             tl.store(Y_heads + behind, tl.load(X_heads + behind, mask=ok, other=0.0), mask=ok)
 
 
@@ -134,6 +135,7 @@ class Rotation:
         table_batch, _, rotary_dim = cos.shape
         pairs = next_power_of_2(rotary_dim // 2)
         head_numel = next_power_of_2(head_dim)
+        # A long head may exceed the tile: then a program takes a single head at a time.
         most_heads = max(MAX_TILE_NUMEL // head_numel, 1)
         num_k_heads = k.shape[1]
         q_heads, k_heads = (min(next_power_of_2(count), most_heads) for count in (num_q_heads, num_k_heads))
@@ -142,6 +144,7 @@ class Rotation:
         return is_apart, PreparedLaunch(
             _rotate_kernel, (batch * seq,), num_warps=min(max(q_heads * head_numel // (32 * THREAD_NUMEL), 1), 4),
             **strides,
+            # 0: all samples read the same table.
             COS_batch_stride=cos.stride(0) if table_batch > 1 else 0, COS_seq_stride=cos.stride(1),
             SIN_batch_stride=sin.stride(0) if table_batch > 1 else 0, SIN_seq_stride=sin.stride(1), seq=seq,
             NUM_Q_HEADS=num_q_heads, NUM_K_HEADS=num_k_heads, Q_HEADS=q_heads, K_HEADS=k_heads,

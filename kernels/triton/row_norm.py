@@ -35,6 +35,7 @@ def _forward_kernel(
     ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, NUM_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows: h = x + r;  rstd = 1 / sqrt(mean(h^2) + eps);  y = h * rstd * (w + offset)."""
+    # int64: a row's offset exceeds 2^31 in tensors of more than 2G elements.
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     cols = tl.arange(0, BLOCK_SIZE)
     squares = tl.zeros((ROWS,), tl.float32)
@@ -48,6 +49,7 @@ def _forward_kernel(
             rounded = h.to(H_ptr.dtype.element_ty)
             tl.store(H_ptr + (rows * n_cols)[:, None] + at[None, :], rounded, mask=ok)
             h = rounded.to(tl.float32)  # the value that backward will read
+        # Masked columns were loaded as 0, and add nothing.
         squares += tl.sum(h * h, axis=1)
     rstd = tl.rsqrt(squares / n_cols + eps)
     tl.store(RSTD_ptr + rows, rstd, mask=rows < n_rows)
@@ -124,9 +126,11 @@ def _backward_kernel(
         if HAS_DH:
             dx += tl.load(DH_ptr + (rows * DH_row_stride)[:, None] + at[None, :], mask=ok, other=0.0).to(tl.float32)
         tl.store(DX_ptr + (rows * n_cols)[:, None] + at[None, :], dx.to(DX_ptr.dtype.element_ty), mask=ok)
+        # Last: if it came before dx, the kernel would take 135 registers a thread on sm_90, above the budget of 128.
         if WANTS_DW:
             dw += dy * normed
     if WANTS_DW:
+        # A row of partial sums per strip: with atomic additions the bits would change from run to run.
         tl.store(DW_ptr + strip * n_cols + at, tl.sum(dw, axis=0), mask=at < n_cols)
 
 
@@ -197,9 +201,11 @@ class RmsNorm:
     ) -> tuple[bool, PreparedLaunch | None, PreparedLaunch, int]:
         """Return whether a tensor is copied, the launch of the means of wide rows, the launch, and its strips."""
         rows, num_warps = _tile(self._block_size, BACKWARD_THREAD_NUMEL)
+        # [Note: one wave]
         num_programs = RESIDENT_WARPS // num_warps * num_processors(self._device)
         tiles_per_strip = -(-self._n_rows * self._num_blocks // (rows * num_programs))
         num_strips = -(-self._n_rows // (rows * tiles_per_strip))
+        # dy and h of a tile, and dh with a residual: a second stage holds them in shared memory.
         loaded_bytes = rows * self._block_size * self._dtype.itemsize * (3 if dh is not None else 2)
         forms = (None if tensor is None else form_of(tensor) for tensor in (dy, dh, h, weight, rstd))
         is_apart, (dy_stride, dh_stride, h_stride, *_) = row_strides(*forms)

@@ -44,6 +44,7 @@ def _store_squares(squares, S_ptr, FLAG_ptr, block, ok):
     """Store sums of blocks, and set the flag if a sum is not finite."""
     tl.store(S_ptr + block, squares, mask=ok)
     if FLAG_ptr is not None:
+        # NaN compares as false, so this finds NaN and inf.
         is_bad = (squares < float("inf")).to(tl.int32) == 0
         if tl.max(tl.where(ok, is_bad, False).to(tl.int32), axis=0) != 0:
             tl.store(FLAG_ptr, 1)
@@ -65,6 +66,7 @@ def _flat_kernel(
 @triton.jit
 def entry_of(program, TABLE_ptr, WIDTH: tl.constexpr):
     """Return the entry of a program, and the index of the program within the entry (int64)."""
+    # The entry is the number of starts up to this program, less 1. Padding starts at _NOWHERE and never counts.
     starts = tl.load(TABLE_ptr + tl.arange(0, WIDTH))
     entry = tl.sum((starts <= program).to(tl.int32), axis=0) - 1
     return entry, program - tl.load(TABLE_ptr + entry)
@@ -169,6 +171,7 @@ def tables(
 def aligned(tensor: Tensor) -> Tensor:
     """Return tensor as (n,), contiguous, at an address that is a multiple of 16 bytes; itself if it is so already."""
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
+    # A view may begin at any element, but `_table_kernel` tells the compiler that addresses are multiples of 16.
     return flat if flat.data_ptr() % 16 == 0 else flat.clone()
 
 
@@ -182,6 +185,7 @@ def _squares_of_one(flat: Tensor, block_numel: int, non_finite: Tensor | None) -
     return squares
 
 
+# Else Triton would compile again for values that are 1 or multiples of 16.
 @triton.jit(do_not_specialize=["n", "row", "flag"])
 def _limbs_kernel(X_ptr, SUMS_ptr, n, row, flag, TILE: tl.constexpr):
     """SUMS[row:] += finite x, in units of 2^-1152, with 32 bits per limb;  SUMS[flag] = 1 if an x is inf or nan."""
@@ -196,12 +200,14 @@ def _limbs_kernel(X_ptr, SUMS_ptr, n, row, flag, TILE: tl.constexpr):
     index, shift = position >> 5, position & 31
     low, high = (integer & 0xFFFFFFFF) << shift, (integer >> 32) << shift
     middle = ((low >> 32) & 0xFFFFFFFF) + (high & 0xFFFFFFFF)
+    # The values of a program are of similar size and touch few limbs. All zeros: first is 72, the loop is empty.
     first = tl.min(tl.where(integer != 0, index, 72), axis=0)
     last = tl.max(tl.where(integer != 0, index, 0), axis=0)
     for limb in range(first, last + 3):
         part = tl.where(index == limb, low & 0xFFFFFFFF, 0)
         part += tl.where(index + 1 == limb, middle, 0)
         part += tl.where(index + 2 == limb, high >> 32, 0)
+        # Integers: the order of the atomic additions does not change the sum.
         tl.atomic_add(SUMS_ptr + row + limb, tl.sum(part, axis=0))
     if tl.min(is_finite.to(tl.int32), axis=0) == 0:
         tl.store(SUMS_ptr + flag, 1)

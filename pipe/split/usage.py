@@ -71,6 +71,7 @@ def places_by_run(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], 
     Raises ValueError if the forward does not call every block once, in order.
     """
     watch = _Watch({id(param) for param in model.parameters()})
+    # First before a block and last behind it, so that the block's other hooks count as inside.
     handles = [
         block.register_forward_pre_hook(partial(watch.enter_block, number), prepend=True)
         for number, block in enumerate(blocks.values())
@@ -104,11 +105,13 @@ class _Watch(TorchFunctionMode):
         self._depth -= 1
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self._depth and getattr(func, "__name__", "") != "__get__":
+        result = func(*args, **(kwargs or {}))
+        # An attribute that is no tensor (`weight.shape`) uses no values, but `weight.T` does.
+        if not self._depth and (getattr(func, "__name__", "") != "__get__" or isinstance(result, Tensor)):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, Tensor) and id(leaf) in self._wanted:
                     self.places.setdefault(id(leaf), set()).add(len(self.entered))
-        return func(*args, **(kwargs or {}))
+        return result
 
 
 def _placed(found: Sequence[Mention], spans: dict[str, tuple[int, int]], begin: int) -> dict[str, set[int]]:
@@ -116,6 +119,7 @@ def _placed(found: Sequence[Mention], spans: dict[str, tuple[int, int]], begin: 
     called = {mention.name for mention in found if mention.strong}
     loops = {
         loop: spans[mention.name]
+        # The first mention of a loop wins: the dict keeps the last.
         for mention in reversed(found)
         if mention.name in spans and mention.strong
         for loop in mention.loops
@@ -168,6 +172,7 @@ class _ForwardReader:
 
     def read(self, method: str) -> None:
         """Read a method of the class, once."""
+        # A method may call itself. The places of a second call are missed here; a sample finds them.
         if method in self._methods:
             return
         self._methods.add(method)
@@ -196,6 +201,7 @@ class _ForwardReader:
                 self._visit(node, me)
 
     def _visit_call(self, node: ast.Call, me: str) -> None:
+        # These use no values of their arguments.
         if isinstance(node.func, ast.Name) and node.func.id in ("len", "hasattr", "isinstance"):
             return
         given = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]

@@ -118,6 +118,26 @@ def test_the_source_text_of_a_forward_gives_the_order_that_a_run_shows(name: str
     assert plan_split(model, 3, sample=lambda model: model(**batch)) == plan_split(model, 3)
 
 
+class TransposedEmbedding(models.TinyGPT):
+    """Its head is `embedding.weight.T`: an attribute that is a view of the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.head
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(ids) + self.position
+        for block in self.blocks:
+            x = block(x)
+        return functional.cross_entropy((self.norm(x) @ self.embedding.weight.T).flatten(0, 1), targets.flatten())
+
+
+def test_a_run_shows_the_use_of_a_transposed_weight() -> None:
+    model = TransposedEmbedding()
+    plan = plan_split(model, 3, sample=lambda model: model(*models.token_batch(0, 2)))
+    assert plan.tied == {"embedding.weight": (0, 2)} and plan == plan_split(model, 3)
+
+
 def test_what_no_forward_names_is_placed_by_its_registration() -> None:
     class Hidden(models.Mlp):
         forward = nn.Module.forward  # no source text with the order

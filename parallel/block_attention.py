@@ -102,7 +102,7 @@ def _of_packed(queries: Tensor, keys: Tensor) -> Kind:
 
 @dataclass(frozen=True)
 class Scores:
-    """Attention of a block: scale, mask and dropout of the scores. seed: of dropout.
+    """Computes attention of a block with this scale, mask and dropout of its scores. seed: of dropout.
 
     device: the type whose kernels are used; None: that of the tensors.
     """

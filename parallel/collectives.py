@@ -73,7 +73,10 @@ class _GatheredAndJoined(torch.autograd.Function):
 
 
 def copied(x: Tensor, exchange: Collectives, what: str) -> Tensor:
-    """Return x for different uses on the ranks. what: the layer in error messages, here and below."""
+    """Return x, and sum its gradient over the ranks, since each rank uses x differently.
+
+    what: the layer in error messages, here and below.
+    """
     # An absent tensor of a pipeline stage. All ranks of the axis run the same stage, so all skip the collective.
     if is_missing(x):
         return x
@@ -86,7 +89,7 @@ def summed(x: Tensor, exchange: Collectives, what: str) -> Tensor:
 
 
 def gathered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """Return the parts x of all ranks, for different uses on the ranks."""
+    """Gather the parts x of all ranks, and sum the gradient, since each rank uses the result differently."""
     return _applied(
         x,
         lambda x: exchange.gather(x, dim, f"the input of {what}"),
@@ -95,14 +98,14 @@ def gathered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
 
 
 def gathered_and_joined(x: Tensor, exchange: Collectives, dim: int, length: int, what: str) -> tuple[Tensor, Tensor]:
-    """Return the first `length` tokens of all parts twice: for different uses, and for equal use on all ranks."""
+    """Gather the first `length` tokens of all parts once, and return them as `gathered` and as `joined` do."""
     with torch._C.DisableTorchFunction():
         found: tuple[Tensor, Tensor] = _GatheredAndJoined.apply(x, exchange, dim, length, what)  # type: ignore[no-untyped-call]
     return found
 
 
 def scattered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """Return this rank's part of the sum of x over the ranks."""
+    """Sum x over the ranks and return this rank's part. The gradient is gathered."""
     return _applied(
         x,
         # `sum_part` returns a transposed view. Model code behind the layer may call view().
@@ -112,7 +115,7 @@ def scattered(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
 
 
 def joined(x: Tensor, exchange: Collectives, dim: int, what: str) -> Tensor:
-    """Return the parts x of all ranks, for equal use on all ranks."""
+    """Gather the parts x of all ranks. All ranks use the result alike, so each keeps its part of the gradient."""
     return _applied(
         x,
         lambda x: exchange.gather(x, dim, f"the output of {what}").contiguous(),

@@ -62,9 +62,9 @@ from .split_self_check import MOST_NARROW, distance_of
 
 
 class ExpertSelfCheck:
-    """The forward of an expert module for rows with one choice each. Raises ValueError if the module cannot be split.
+    """Runs an expert module on rows with a single choice each, and checks with the first rows that it can be split.
 
-    See [Note: the check of rows].
+    Raises ValueError if it cannot. See [Note: the check of rows].
     """
 
     def __init__(self, name: str, module: nn.Module, forward: Callable[..., Tensor]) -> None:

@@ -33,12 +33,12 @@ _ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class RegionBlock:
-    """A block of a stack.
+    """A block of a stack, and the modules in it that get all tokens.
 
-    wholes: modules that compute columns of their input, and so are given all tokens; row splits end them.
-    alike: modules that all ranks compute with all tokens and no row split ends: each rank keeps its part of their
-    output.
-    common: of both, those in which no rank has different columns.
+    wholes: modules that hold column splits. A row split in them or behind them returns a part of the tokens.
+    alike: modules without a row split. All ranks compute the same, and each keeps its part of the output.
+    common: the modules of both kinds in which all ranks have the same columns, so that they must draw the same random
+    numbers.
     """
 
     name: str

@@ -205,7 +205,7 @@ class SequenceAttention:
         return self._widths[heads]
 
     def _look(self, heads: int, check: Callable[[], None] | None = None) -> None:
-        """Keep a fault instead of raising it, since later pipeline stages wait for this stage's output."""
+        """Check that attention can be split, and keep a fault: later pipeline stages wait for this stage's output."""
         try:
             if self._width(heads) < self._exchange.size and check is not None:
                 check()

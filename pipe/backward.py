@@ -37,6 +37,7 @@ class Entry:
         values = [tensor for tensor, needed in zip(received.tensors, needs, strict=True) if needed]
         if not values:
             return received
+        # autograd makes a node only if an input requires a gradient.
         anchor = torch.empty((), device=self._device, requires_grad=True)
         given = iter(_Begin.apply(anchor, self._found, values))  # type: ignore[no-untyped-call]
         tensors = (next(given) if needed else tensor for tensor, needed in zip(received.tensors, needs, strict=True))
@@ -45,6 +46,7 @@ class Entry:
     def gradients(self) -> list[Tensor]:
         """Return a gradient for each tensor that needs a gradient: zeros for a tensor that the stage did not use."""
         shapes = [shape for shape, needed in zip(self._spec.tensors, self._spec.needs_grad, strict=True) if needed]
+        # Empty if the stage used none of the tensors, so that backward did not reach the node.
         found = self._found or [None] * len(shapes)
         return [
             torch.zeros(shape.shape, dtype=shape.dtype, device=self._device) if gradient is None else gradient
@@ -58,7 +60,9 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, found: list[Tensor | None], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
         ctx.found = found
+        # `Entry.gradients` makes zeros, and only after the backward has freed its memory.
         ctx.set_materialize_grads(False)
+        # New tensors: autograd would make the received tensors themselves outputs of this node.
         return tuple(value.detach() for value in values)
 
     @staticmethod

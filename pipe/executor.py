@@ -156,11 +156,13 @@ class Executor:
                 if self.on_action is not None:
                     self.on_action(action, started, time.perf_counter())
                 self.messages.wait_sent(_MAX_SENDS)
+            # Buffers of sends belong to this run, and the next run begins with nothing under way.
             self.messages.wait_sent(0)
         except BaseException as error:
             self._note(error, action)
             self._begin(())
             raise
+        # After a failure, tensors of actions that were not computed are left.
         assert self.has_failed or self._run.is_over
         assert not self.messages.is_any_unused
         losses = [loss for _, loss in sorted(self._run.losses.items())]
@@ -209,6 +211,7 @@ class Executor:
                 self.failure, self.has_failed = error, True
         elif action.op in COMPUTE_OPS:
             self._drop_inputs(action)
+        # A peer has posted its receive, or will: it must get a message of the agreed shapes.
         elif self.has_failed and action.op in (Op.SEND_F, Op.SEND_B):
             self.messages.send_zeros(action)
         else:
@@ -219,6 +222,7 @@ class Executor:
         """Free the message that arrived for an action that is not computed."""
         if action.op is Op.F:
             self.messages.take_output(_key_of(action))
+        # W has no message: it uses tensors that its I has kept.
         elif action.op is not Op.W:
             self.messages.take_gradients(_key_of(action))
 
@@ -272,6 +276,7 @@ class Executor:
                     "pipeline: expected a loss with requires_grad=True, found requires_grad=False; was it computed "
                     "under torch.no_grad(), or detached?"
                 )
+            # Without its graph, which `_keep_graph` holds until the backward.
             run.losses[key[1]] = output.detach()
             self._keep_graph(key, [run.scaled(output)])
             return
@@ -283,6 +288,7 @@ class Executor:
         if crosses:
             run.outputs_to_send[key] = output if agreed is None else agreed
         else:
+            # The graph ends here too: the backward of each stage is a separate action.
             run.inputs[action.stage + 1, key[1]] = output.detached()
 
     def _do_backward(self, key: Key, weights: AbstractContextManager[None]) -> None:
@@ -305,6 +311,7 @@ class Executor:
 
     def _gradients_of(self, key: Key) -> list[Tensor | None]:
         if self._stages[key[0]].is_last:
+            # For a scalar loss autograd begins with a gradient of 1.
             return [None]
         received = self.messages.take_gradients(key)
         return [*(self._run.gradients.pop(key) if received is None else received)]
@@ -325,11 +332,13 @@ class Executor:
         if action.op in (Op.B, Op.W):
             run.halves.discard(stage)
             run.num_left[stage] -= 1
+            # REDUCE takes the gradients of the last microbatch.
             if run.num_left[stage]:
                 self._memory.collect(stage)
 
 
 def _key_of(action: Action) -> Key:
+    # Actions of a whole stage have no microbatch, and do not use their key.
     return action.stage, action.microbatch or 0
 
 
@@ -341,6 +350,7 @@ def _modules_with_parameters(stage: Stage) -> list[nn.Module]:
 
 def shapes_in(batch: Any) -> Hashable:
     """Describe a batch: its keys, shape and dtype of each tensor, and the type of each value that is no tensor."""
+    # The same shapes under different names may take different branches of a forward.
     names = tuple(batch) if isinstance(batch, Mapping) else ()
     shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
     return (names, *shapes)

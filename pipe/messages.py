@@ -60,6 +60,7 @@ class Messages:
 
     def forget_kinds(self) -> None:
         """Forget all specs: stages may return different shapes from now on. Call it between runs, on all ranks."""
+        # Both ends, since each decides by this table alone whether a spec is sent before the tensors.
         self._specs.clear()
         self._returned.clear()
 
@@ -96,6 +97,7 @@ class Messages:
         receiver = (action.peer_stage, self._kind_of(action))
         if receiver not in self._specs:
             self._send_spec(action, receiver, carried.spec)
+        # `zeros_if_shapes_differ` has replaced an output that differs.
         assert self._specs[receiver] == carried.spec
         self.send(action, [tensor.detach() for tensor in carried.tensors])
 
@@ -103,6 +105,7 @@ class Messages:
         """Start to send zeros in the place of a failed stage's tensors, so that the receiver's schedule goes on."""
         is_forward = action.op is Op.SEND_F
         receiver = (action.peer_stage if is_forward else action.stage, self._kind_of(action))
+        # The spec None tells the receiver that no tensor follows in this run.
         if is_forward and receiver not in self._specs:
             self._send_spec(action, receiver, None)
         self.send(action, self._zeros(self._shapes_of(receiver, is_forward)))
@@ -111,6 +114,7 @@ class Messages:
         """Start to send tensors to the peer stage."""
         rank, what = self._schedule.peer_rank(action), described(action)
         for index, tensor in enumerate(tensors):
+            # `_hold` keeps this copy alive: the transport reads it until the message has arrived.
             values = tensor.contiguous()
             self._hold(action, self._peers.send(values, rank, self._tag(action, index), what), values)
 
@@ -202,6 +206,7 @@ class Messages:
         first = min(action.stage, action.peer_stage)
         backward = action.op in (Op.SEND_B, Op.RECV_B)
         number = (action.microbatch or 0) * self._schedule.num_stages + first
+        # _MAX_TENSORS divides _NUM_TAGS, so two messages share a tag only if they have the same index.
         return (2 * number + backward) * _MAX_TENSORS % _NUM_TAGS + index
 
 
@@ -240,6 +245,7 @@ def deliveries(schedule: Schedule, place: int) -> Mapping[Action, tuple[Action, 
         made = [position_there(action) for action in receives]
         for action in with_peer:
             if action.op in SEND_OPS:
+                # The peer's first message that it made after it used this send.
                 proof = bisect_right(made, position_there(action))
                 if proof < len(receives):
                     found.setdefault(receives[proof], []).append(action)

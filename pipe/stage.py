@@ -98,6 +98,7 @@ class Stage:
     def _values(self, received: Carried | None) -> OuterValues | None:
         """Return a store for values outside the blocks, if this stage or a later stage may need a value by name."""
         to_bind = received is not None and received.spec.passing
+        # Before the first probe the needs are unknown, so values are kept.
         may_pass = not self.is_last and (not self._needs or any(needs.passing for needs in self._needs.values()))
         return OuterValues() if to_bind or may_pass else None
 
@@ -124,6 +125,7 @@ class Stage:
         spec = CarriedSpec(
             block=self.plan.blocks[leave.block],
             tensors=tuple(TensorShape.of(tensor) for tensor in sent),
+            # A parameter may be among the arguments. It requires a gradient in an evaluation too.
             needs_grad=tuple(tensor.requires_grad and torch.is_grad_enabled() for tensor in sent),
             slots=slots,
             num_arguments=len(found),
@@ -137,6 +139,7 @@ class Stage:
     def _needs_of_next(self, call: Call, leave: LeaveForward, found: Sequence[Any], outputs: Sequence[Any]) -> Needs:
         """Find the tensors that the next stage lacks, by a probe for each kind of arguments."""
         kinds = tuple(isinstance(leaf, Tensor) for leaf in found)
+        # In training a forward may take other branches than in evaluation.
         key = (leave.block, self.module.training, kinds)
         if key not in self._needs:
             probe = Probe(self.plan, self.index + 1, outputs, self._replayed.device)

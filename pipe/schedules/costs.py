@@ -38,6 +38,7 @@ class Costs:
                 if value < 0:
                     raise ValueError(f"{field.name} of stage {stage}: expected 0 or more, found {value:g}")
         for stage, (kept, whole) in enumerate(zip(self.kept_bytes, self.activation_bytes, strict=True)):
+            # The simulators hold `whole - kept` from F to I, which must not be negative.
             if kept > whole:
                 raise ValueError(
                     f"kept_bytes of stage {stage}: expected at most activation_bytes, {whole:g}, found {kept:g}"

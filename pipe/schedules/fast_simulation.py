@@ -104,6 +104,7 @@ class FastSimulation:
         peaks = []
         for stages, counts in zip(self.stages, self._held, strict=True):
             here = list(stages)
+            # A microbatch holds whole - kept until B or I, and kept until B or W.
             peaks.append(float((counts @ np.concatenate([whole[here] - kept[here], kept[here]])).max()))
         none = (0.0,) * self._num_stages
         collect, half = np.array(costs.collect or none), np.array(costs.collect_half or none)
@@ -157,6 +158,7 @@ class _Table:
         self.is_collected = whole.copy()  # except the last of a stage
         self.is_behind_half = np.zeros_like(whole)  # a B or I of a stage whose previous I has no W yet
         for stage in range(schedule.num_stages):
+            # REDUCE takes the gradients of a stage's last microbatch.
             self.is_collected[np.flatnonzero(whole & (self.stage == stage))[-1]] = False
             backwards = np.flatnonzero((codes > 0) & (self.stage == stage))
             kinds = codes[backwards]
@@ -168,6 +170,8 @@ class _Table:
         forward, weight = codes == 0, codes == 3
         source = np.where(forward, self.stage - 1, self.stage + 1)
         self.needs = np.where(weight, _NOTHING, made[np.where(forward, 0, 1), source + 1, microbatch])
+        # The last entry stands for missing neighbours: numpy's index -1 finds it before stage 0, num_stages behind the
+        # last.
         rank = np.array([*schedule.rank_of_stage, -1])
         self.is_sent = (self.needs != _NOTHING) & (rank[self.stage] != rank[source])
 
@@ -211,6 +215,7 @@ def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
     begins = (codes == 0) & is_stage
     until_input, until_weights = ((codes == 1) | (codes == half) for half in (2, 3))
     changes = [begins.astype(np.int64) - (until & is_stage) for until in (until_input, until_weights)]
+    # Every action but F frees, so a peak is at an F.
     held = np.cumsum(np.concatenate(changes, axis=1), axis=0)[codes[:, 0] == 0]
     found: _Numbers = np.unique(held, axis=0)
     return found

@@ -103,6 +103,7 @@ def _by_turns(forwards: list[_Visit], backwards: list[_Visit], warmup: int, late
 
     late: the number of I between an I and its W, or None for whole backwards (B).
     """
+    # With few microbatches the warm-up has all forwards.
     warmup = min(warmup, len(forwards))
     actions = [Action(Op.F, *visit) for visit in forwards[:warmup]]
     for index, visit in enumerate(backwards):

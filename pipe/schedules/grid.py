@@ -148,6 +148,7 @@ def _cells(simulation: Simulation, rank: int, scale: float, total: int) -> list[
         begin, end = round(slot.start * scale), round(slot.end * scale)
         if begin > column:
             cells.append(("." * (begin - column - 1) + " ", None))
+        # A free column separates the cell from the next.
         size = max(end - begin - 1, 0)
         cells.append((f"{_label(simulation.schedule, slot.action):-<{size}}"[:size] + " ", slot.action))
         column = end

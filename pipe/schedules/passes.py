@@ -69,7 +69,9 @@ def _free_merges(schedule: Schedule, costs: Costs, starts: Mapping[Action, float
         users = [starts.get(Action(op, stage - 1, microbatch)) for op in (Op.I, Op.B)]
         latency = costs.send if stage > 0 and schedule.crosses(stage - 1) else 0.0
         ready = start + costs.backward[stage] + latency
+        # Measured costs may say that a B takes longer than I and W together: then a merge delays this rank.
         longer = costs.backward[stage] > costs.input_backward[stage] + costs.weight_backward[stage]
+        # Times are sums of rounded numbers.
         if not longer and all(user is None or ready <= user * (1 + 1e-9) for user in users):
             free.add(action)
     return free
@@ -93,6 +95,7 @@ def add_messages(schedule: Schedule, costs: Costs | None = None) -> Schedule:
             placed[rank].append((slot.end, slot.order, 0, slot.action))
             for owner, message in _messages_of(schedule, rank, slot):
                 placed[owner].append((slot.end, slot.order, 1, message))
+    # Actions have no order, so they are no part of the key.
     return schedule.replace_actions(
         [action for *_, action in sorted(row, key=lambda entry: entry[:3])] for row in placed
     )

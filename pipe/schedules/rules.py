@@ -90,6 +90,7 @@ class _RankCheck:
             return f"stage {stage} is on rank {schedule.rank_of_stage[stage]}"
         if microbatch is not None and not 0 <= microbatch < schedule.num_microbatches:
             return f"expected a microbatch below {schedule.num_microbatches}, found {microbatch}"
+        # A stage may be gathered several times, if the budget does not hold all stages of the rank.
         if action in self._done and action.op not in (Op.GATHER, Op.RELEASE):
             return f"it is already done at action {self._done[action]}"
         if action.op in COMPUTE_OPS:
@@ -110,6 +111,7 @@ class _RankCheck:
             return f"the weight half comes before the input half, {stage}I{microbatch}"
         if self._has_gathers and stage not in self._gathered:
             return f"the parameters of stage {stage} are not gathered; put {stage}GATHER before"
+        # W uses no message: its I has kept the gradient.
         if self._has_messages and action.op is not Op.W:
             receive = Action(Op.RECV_F if action.op is Op.F else Op.RECV_B, stage, microbatch)
             if self._is_message(receive) and receive not in self._done:
@@ -197,6 +199,7 @@ def _check_order_of_messages(schedule: Schedule) -> None:
             elif action.op in RECV_OPS:
                 received[schedule.peer_rank(action), rank].append(index)
     for (sender, receiver), sends in sent.items():
+        # `_RankCheck` has found each message once at both ends, so the lists have the same length.
         for send, index in zip(sends, received[sender, receiver], strict=True):
             wanted = Action(Op.RECV_F if send.op is Op.SEND_F else Op.RECV_B, send.peer_stage, send.microbatch)
             if schedule.actions[receiver][index] != wanted:

@@ -126,6 +126,7 @@ def peaks_of_rank(schedule: Schedule, costs: Costs, rank: int) -> Peaks:
             in_flight += 1
         elif op is Op.GATHER:
             parameter += costs.parameter_bytes[stage]
+        # Before the frees below: a forward without backward holds its activations until its end.
         if op in (Op.F, Op.GATHER):
             now = (activation, parameter, activation + parameter, in_flight)
             peaks = [max(pair) for pair in zip(peaks, now, strict=True)]
@@ -174,6 +175,7 @@ class _Run:
         while len(slots) < len(actions):
             action = actions[len(slots)]
             if self._blocking:
+                # Before the wait: the peer may be waiting for this end of the message.
                 self._reach(action, self._clock[rank], ready)
             event = self._needed(action)
             if event is not None and event not in self._happened:
@@ -250,6 +252,7 @@ class _Run:
         side, other = ("send", "receive") if action.op in SEND_OPS else ("receive", "send")
         direction, target = _direction(action.op), _target(action)
         here = (f"{side} of {direction}", target, action.microbatch)
+        # A blocking rank comes here again when it is woken.
         if here in self._happened:
             return
         self._happened[here] = time
@@ -270,6 +273,7 @@ class _Run:
             action = self._schedule.actions[rank][index]
             cause = _counterpart(action)
             owner = self._schedule.rank_of_stage[cause.stage]
+            # The schedule splits this backward.
             if cause.op is Op.B and cause not in self._schedule.actions[owner]:
                 cause = Action(Op.I, cause.stage, cause.microbatch)
             lines.append(f"  rank {rank} waits in {action} for {cause} of rank {owner}")

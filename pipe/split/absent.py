@@ -74,6 +74,7 @@ class Absent(Tensor):
             return func(*args, **kwargs)
         if name == "__repr__":
             return repr(absents[0])
+        # There are no values to move.
         if name in ("cpu", "cuda"):
             return absents[0]
         # Shape, dtype and device are enough for these: the result is a real tensor.
@@ -152,7 +153,9 @@ def _on_meta(func: Any, name: str, args: Any, kwargs: Any, absents: list[Absent]
         if isinstance(leaf, Absent):
             return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
         if isinstance(leaf, Tensor):
+            # With its strides, so that view() of a tensor with gaps fails as it would with values.
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        # torch refuses to copy a meta tensor to another device.
         is_device = isinstance(leaf, torch.device) or (name == "to" and isinstance(leaf, str))
         return torch.device("meta") if is_device else leaf
 
@@ -160,6 +163,7 @@ def _on_meta(func: Any, name: str, args: Any, kwargs: Any, absents: list[Absent]
         return Absent(leaf.shape, leaf.dtype, device, origin, run) if isinstance(leaf, Tensor) else leaf
 
     try:
+        # Gradients begin at the received tensors: absent tensors have no graph.
         with torch.no_grad():
             result = func(*tree_map(to_meta, args), **tree_map(to_meta, kwargs))
     except (RuntimeError, TypeError, ValueError) as error:

@@ -64,6 +64,7 @@ def seconds_of_blocks(model: nn.Module, blocks: Blocks, call: Callable[[nn.Modul
 
     def now() -> float:
         if device.type != "cpu":
+            # Kernels run after the host has started them.
             torch.accelerator.synchronize(device)
         return time.perf_counter()
 
@@ -87,6 +88,7 @@ def seconds_of_blocks(model: nn.Module, blocks: Blocks, call: Callable[[nn.Modul
     finally:
         for handle in handles:
             handle.remove()
+    # Without the first round, which warms up.
     return [statistics.median(seconds) for seconds in zip(*rounds[1:], strict=True)]
 
 

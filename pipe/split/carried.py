@@ -104,7 +104,9 @@ class OuterValues(TorchFunctionMode):
         if function == "__get__" or torch.is_grad_enabled() != self._with_grad:
             return result
         self.keep(function, self._calls[function], result)
+        # Also for results without tensors: all stages must count the same calls.
         self._calls[function] += 1
+        # A function without a tensor in its result (a size, a dtype) uses no values.
         if any(isinstance(leaf, Tensor) for leaf in leaves(result)):
             self.use((args, kwargs))
         return result

@@ -46,6 +46,7 @@ class RandomStreams:
         self._microbatch = microbatch
         try:
             yield
+            # Only after a forward that did not raise.
             if microbatch == 0:
                 self._last = random_states(self._device)
         finally:
@@ -76,6 +77,7 @@ class RandomStreams:
 
 def seeds_behind(state: Tensor, count: int) -> list[int]:
     """Draw `count` seeds from a copy of the CPU generator's state."""
+    # A copy of the generator: drawing seeds must not change the numbers of the step.
     generator = torch.Generator()
     generator.set_state(state)
     return [int(torch.empty((), dtype=torch.int64).random_(generator=generator)) for _ in range(count)]

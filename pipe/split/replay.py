@@ -102,6 +102,8 @@ class Replay:
         if active:
             self._first = number if self._first is None else self._first
             self.reached = number
+        # Also in a recomputation: a checkpoint around several blocks calls skipped blocks again, and these return new
+        # absent tensors.
         if number == self._first and self._received is not None:
             args, kwargs = self._bind(number, (args, kwargs), self._received)
         args, kwargs = map_leaves(resolved, (args, kwargs))

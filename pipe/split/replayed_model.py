@@ -82,6 +82,7 @@ class ReplayedModel:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             raise LeaveForward(len(self._plan.blocks), ((), {}))
 
+        # Before the hooks of users and before the loss, which need values.
         handle = self.module.register_forward_hook(leave, prepend=True)
         devices = [self.device] if self.device.type != "cpu" else []
         try:
@@ -117,6 +118,7 @@ class ReplayedModel:
         dtypes = {dtype: getattr(owner, attribute).dtype for dtype, (owner, attribute) in self._examples.items()}
         device = self.device
         for outer in hidden:
+            # The model may have been cast since its parameters were dropped.
             dtype = dtypes.get(outer.dtype, outer.dtype)
             outer.owner.__dict__[outer.attribute] = Absent(outer.shape, dtype, device, outer.parameter, replay)
         try:
@@ -124,6 +126,7 @@ class ReplayedModel:
         finally:
             for outer in hidden:
                 del outer.owner.__dict__[outer.attribute]
+                # A parameter that this rank does not have reads as absent in every forward.
                 if (outer.owner, outer.attribute) in self._dropped:
                     outer.owner.__dict__[outer.attribute] = self._dropped[outer.owner, outer.attribute]
 
@@ -230,7 +233,7 @@ class Probe:
 
 
 def _like(described: Any, arguments: Any) -> Any:
-    """Give the description's first tensor the shape of the first argument: a decoder's block after an encoder's."""
+    """Give the description's first tensor the shape of the first argument, since a decoder may follow an encoder."""
     first = next((leaf for leaf in leaves(arguments) if isinstance(leaf, Tensor)), None)
     pending = [first] if first is not None else []
 

@@ -82,6 +82,7 @@ def plan_split(
         )
     places = places_by_code(model, blocks)
     if sample is not None:
+        # Observed places replace those that were read. A parameter that the sample does not use keeps its places.
         places |= places_by_run(model, blocks, sample)
     if balance == "time" and sample is None:
         raise ValueError('pipeline: balance "time" needs a sample batch to measure with; found none')
@@ -119,6 +120,7 @@ def _assigned(model: nn.Module, blocks: Blocks, counts: Sequence[int], places: P
     stages_of = {param: {empty.stage_at(place) for place in used_at} for param, used_at in places.items()}
     for number, block in enumerate(blocks.values()):
         for param in block.parameters():
+            # Code outside the blocks may use a block's parameter too: it is then tied.
             stages_of.setdefault(id(param), set()).add(empty.stage_of_block(number))
     owned = [(name, sorted(stages_of[id(param)])) for name, param in model.named_parameters()]
     buffers = _stages_of_buffers(model, blocks, empty, stages_of)

@@ -52,6 +52,7 @@ def _parts(value: Any) -> Mapping[Any, Any] | None:
     if isinstance(value, Mapping):
         return value
     if _is_dataclass(value):
+        # `dataclasses.replace` sets no other fields.
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
     return None
 
@@ -62,9 +63,11 @@ def _rebuilt(value: Any, parts: Mapping[Any, Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(parts.values())
     if _is_dataclass(value):
+        # Outputs of transformers are dictionaries and dataclasses. Their constructors take fields.
         return type(value)(**parts) if isinstance(value, dict) else dataclasses.replace(value, **parts)
     return type(value)(parts)
 
 
 def _is_dataclass(value: Any) -> bool:
+    # A `TensorShape` stands for a tensor, so it is a leaf.
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, TensorShape))

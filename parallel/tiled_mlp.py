@@ -75,7 +75,7 @@ def _forward(
     if id(module) not in checked:
         _check_each_token(name, module, inner, x)
         checked.add(id(module))
-    params = list(dict.fromkeys(module.parameters()))
+    params = list(module.parameters())
     work = _Work(module, inner, tile, x.device)
     if not torch.is_grad_enabled():
         return work.forward(x)

@@ -131,7 +131,6 @@ class VocabParallelLogits:
         return self.__getattr__("neg")()
 
     __rmul__, __radd__ = __mul__, __add__
-    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"VocabParallelLogits(shape={tuple(self.shape)}, own={tuple(self.own.shape)})"

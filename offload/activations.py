@@ -146,6 +146,7 @@ class ActivationOffload:
     def _others_decide(self) -> bool:
         """Return True inside saved-tensor hooks of the caller or of a checkpoint. Our hooks would displace them."""
         top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        # Ours are on top inside of a nested `with`.
         return top is not None and top[0] != self._pack_hook
 
     def _pack(self, tensor: Tensor) -> KeptTensor | OffloadedTensor:
@@ -302,6 +303,7 @@ class ActivationLimit:
 
     def end_forward(self) -> None:
         """End the forward."""
+        # A forward with a single block: no further `begin_block` has counted it.
         self._largest_block_bytes = self._largest_block_bytes or self._block_bytes or 0
         self._block_bytes = None
 

@@ -65,6 +65,7 @@ class BlockFile:
         """Allocate disk space for a file of nbytes in total. Raises OffloadError."""
         status = os.fstatvfs(self._descriptor)
         free = status.f_bavail * status.f_frsize
+        # `st_blocks` counts 512 bytes on every file system.
         has = os.fstat(self._descriptor).st_blocks * 512
         wanted = f"{self.path.parent}: rank {self.rank} needs {nbytes:,} bytes for {self.path.name}"
         if nbytes > has + free:
@@ -116,6 +117,7 @@ class BlockFile:
         try:
             descriptor = self._open(direct=True)
             try:
+                # A mapping begins at a page: O_DIRECT refuses memory that is not aligned.
                 os.pwritev(descriptor, [mmap.mmap(-1, ALIGNMENT_BYTES)], 0)
             finally:
                 os.close(descriptor)
@@ -179,6 +181,7 @@ class Checksum:
     def __init__(self, largest_block_bytes: int, seed: int | None = None) -> None:
         """seed: of the weights, for checksums that outlive the process. NumPy guarantees the stream of PCG64."""
         count = largest_block_bytes // SECTOR_BYTES + 2
+        # An odd weight has an inverse modulo 2^64, so a change of a single sector's sum always shows.
         self._weights = np.random.PCG64(seed).random_raw(count) | np.uint64(1)
 
     def of(self, block: memoryview) -> int:
@@ -188,6 +191,7 @@ class Checksum:
         words: npt.NDArray[np.uint64] = np.frombuffer(block, np.uint64, num_words)
         num_sectors = num_words // _WORDS
         sums = np.add.reduce(words[: num_sectors * _WORDS].reshape(num_sectors, _WORDS), axis=1)
+        # Products and sums of uint64 wrap: this is the modulo.
         total = int(np.add.reduce(sums * self._weights[:num_sectors]))
         total += int(np.add.reduce(words[num_sectors * _WORDS :])) * int(self._weights[num_sectors])
         total += int.from_bytes(block[num_words * 8 :], "little") * int(self._weights[num_sectors + 1])

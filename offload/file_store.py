@@ -73,6 +73,7 @@ class FileStore:
         self._regions = FileSpace(ALIGNMENT_BYTES)
         self._entries: dict[str, _Entry] = {}
         self._running: set[_FileTransfer] = set()
+        # Reentrant: `save` calls `drop`, and `then` may run its action at once.
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -146,6 +147,7 @@ class FileStore:
         """Submit every block of the key, after its earlier transfers."""
         transfer = _FileTransfer(values, len(entry.checksums))
         previous, entry.last = entry.last, transfer
+        # Before `then`: an empty key has no blocks, so its transfer is done already and leaves the set at once.
         self._running.add(transfer)
         transfer.then(partial(self._forget, transfer))
         previous.then(partial(self._submit, entry, transfer, verb))

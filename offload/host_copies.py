@@ -108,6 +108,7 @@ class OffloadedMemory:
         OffloadError, and changes nothing, if the host has too little memory.
         """
         found = (one.untyped_storage() for one in tensors if one.device == device)
+        # Views share a storage, which must be copied and freed once.
         storages = {storage.data_ptr(): storage for storage in found if storage.nbytes()}
         self._kept = [
             (storage, allocate_host(storage.nbytes(), pinned=pinned))
@@ -122,6 +123,7 @@ class OffloadedMemory:
         torch.accelerator.synchronize(device)
         for storage, _ in self._kept:
             storage.resize_(0)
+        # Else torch's allocator would keep the memory from other programs on the device, such as a generator.
         torch.accelerator.empty_cache()
 
     @property

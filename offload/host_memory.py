@@ -110,6 +110,7 @@ class HostPool:
 
     def has_room(self, nbytes: int) -> bool:
         """Return True if `take` of nbytes would stay within the limit."""
+        # Kept buffers do not count: `_kept_buffer` frees them before the pool would grow.
         return self.limit_bytes is None or self.bytes_in_use + self.rounded(nbytes) <= self.limit_bytes
 
     def take(self, nbytes: int) -> Tensor:

@@ -32,6 +32,7 @@ _ALIGNMENT_BYTES = 2 << 20  # equal alignment of both ends lets the kernel move 
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
 _DONTNEED, _HUGEPAGE = 4, 14
 _PROT_READ_WRITE = 3
+# NORESERVE: reserved addresses do not count as committed memory.
 _MAP_PRIVATE_ANONYMOUS_NORESERVE = 0x2 | 0x20 | 0x4000
 _FAILED = ctypes.c_void_p(-1).value
 
@@ -113,6 +114,7 @@ class PagePool:
         pool = PagePool()
         first, second = PagedBuffer(pool, PAGE_BYTES, torch.uint8), PagedBuffer(pool, PAGE_BYTES, torch.uint8)
         first.tensor.fill_(7)
+        # Linux before 5.7 does not know MREMAP_DONTUNMAP, and a sandbox may forbid mremap.
         return pool._move(first.base, second.base, PAGE_BYTES) and int(second.tensor[0]) == 7
 
     @property
@@ -158,6 +160,7 @@ class PagePool:
         while nbytes and self._vacated:
             start, length = self._best(nbytes)
             moved = min(length, nbytes)
+            # The kernel refuses at `vm.max_map_count` mappings. The first use then faults in new pages.
             if not self._move(start, address, moved):
                 self._vacated.append((start, length))
                 return

@@ -187,6 +187,7 @@ class Residency:
             raise
 
     def _start_load(self, memory: SavedMemory) -> None:
+        # First the call that may raise: the lists then still say where the memory is.
         memory.start_load(self._store)
         self._away.remove(memory)
         self._arrive(memory)

@@ -73,6 +73,7 @@ class SequentialFile:
                 self._hand_over()
             self._stop()
             os.ftruncate(self._descriptor, self.nbytes)  # the last block was padded
+            # O_DIRECT bypasses the page cache, but neither the device's cache nor the metadata of the file.
             os.fsync(self._descriptor)
         finally:
             self.abandon()
@@ -120,6 +121,7 @@ class SequentialFile:
                     _write_all(self._descriptor, block[:nbytes], offset)
                 except OSError as error:
                     self._error = error
+            # After an error too: `_hand_over` waits here for a free block, and raises the error at its next call.
             self._free.put(block)
 
 

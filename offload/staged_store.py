@@ -116,6 +116,7 @@ class StagedStore:
         while self._running and (self._running[0][1].done() or not self._pool.has_room(nbytes)):
             key, future = self._running.popleft()
             future.exception()  # waits; the error is raised by `wait` of this transfer
+            # A dropped key: else `_last` would grow with every key that ever was.
             if key not in self._sizes and self._last.get(key) is future:
                 del self._last[key]
         return self._pool.take(nbytes)

@@ -56,8 +56,10 @@ class Activity(Enum):
     CLOSED = "after engine.close()"
 
 
+# A record holds the position in this tuple, so rank and agent must be of the same version.
 _ACTIVITIES = tuple(Activity)
 _CODES = {activity: code for code, activity in enumerate(_ACTIVITIES)}
+# The activities between these two run the step clock: the order in `Activity` matters.
 _FIRST_OF_STEP, _LAST_OF_STEP = _CODES[Activity.DATA_LOADING], _CODES[Activity.UPDATE]
 _TOLD = ("enter", "begin", "wait", "end_wait")
 T = TypeVar("T")
@@ -152,10 +154,12 @@ def _decoded(data: bytes) -> RankProgress | None:
     words = memoryview(data).cast("q")
     activities, waits = pairs(data)
     doing, waiting = activities.read(), waits.read()
+    # A file of zeros, or of another version of the layout.
     if words[0] != MAGIC or doing is None:
         return None
     now = time.monotonic_ns()
     wait = None
+    # `end_wait` clears the word alone, so the slots may describe a wait that is over.
     if waiting is not None and waiting[0] == words[WAITING]:
         since, channel, sequence, first, distance, count, what = waiting
         wait = Wait(_text(what), channel, sequence, first, distance, count, (now - since) / 1e9)
@@ -232,6 +236,7 @@ class Progress:
     def set_limit(self, seconds: float | None) -> None:
         """Store the limit of a step. None: no limit."""
         if self.is_on:
+            # 0 means no limit, so a limit below a millisecond becomes 1.
             self._words[LIMIT_MS] = 0 if seconds is None else max(1, round(1000 * seconds))
 
     def listen(
@@ -268,6 +273,7 @@ class Progress:
         def stop() -> None:
             for name in _TOLD:
                 vars(self).pop(name, None)
+            # Not a deletion alone: an earlier listener may have replaced the methods. Hence the reverse order.
             vars(self).update(before)
 
         vars(self).update(zip(_TOLD, (told_enter, told_begin, told_wait, told_end_wait), strict=True))
@@ -282,6 +288,7 @@ class Progress:
             now, code = time.monotonic_ns(), _CODES[activity]
             self._words[WAITING] = 0
             self._activities.write(now, code, microbatch, unit.encode())
+            # After the first step `end_step` has started the clock, so that it includes data loading.
             if _FIRST_OF_STEP <= code <= _LAST_OF_STEP and not self._words[CLOCK]:
                 self._words[CLOCK] = now
 
@@ -302,6 +309,7 @@ class Progress:
         try:
             yield
         finally:
+            # `engine.close()` inside of the block has stopped the clock for good.
             if self._doing[0] is not Activity.CLOSED:
                 self.enter(*before)
                 self._words[CLOCK] = time.monotonic_ns() if clock else 0
@@ -352,6 +360,7 @@ class Progress:
         if self.is_on:
             now = time.monotonic_ns()
             self._waits.write(now, channel, sequence, first, distance, count, what.encode())
+            # After the slot: a reader in between sees the old word, which does not match the new slot.
             self._words[WAITING] = now
 
     def end_wait(self) -> None:
@@ -374,6 +383,7 @@ class Progress:
         self._words = memoryview(memory).cast("q")
         self._activities, self._waits = pairs(memory)
         self._words[PID] = os.getpid()
+        # Last of the words: from here on a reader takes the record as valid.
         self._words[0] = MAGIC
         self.is_on = True
         self.enter(Activity.INITIALIZING)

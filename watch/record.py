@@ -36,6 +36,7 @@ NBYTES = 4096
 NUM_CHANNELS = 64
 MAGIC = 0x31474F5250544C  # "LTPROG1"
 PID, RANK, WORLD_SIZE, LIMIT_MS, WAITING, STEP, CLOCK = range(1, 8)
+# 64 channels fill words 64 to 127. Behind them are two slots of 180 bytes, and two of 276.
 FIRST_CHANNEL = 64  # words
 _ACTIVITY_SLOTS, _WAIT_SLOTS = 1024, 2048  # bytes
 _CHECK = struct.Struct("<I")
@@ -65,6 +66,7 @@ class Pair:
             data = self._memory[start : start + self._nbytes]
             if zlib.crc32(data[: -_CHECK.size]) == _CHECK.unpack(data[-_CHECK.size :])[0]:
                 whole.append(self._struct.unpack(data[: -_CHECK.size]))
+        # Tuples compare by their first element, the time.
         newest = max(whole, default=(0,))
         return newest if newest[0] else None
 
@@ -102,6 +104,7 @@ class RecordFolder:
             except OSError:
                 os.rmdir(self.path)
                 raise
+            # Between `mkdtemp` and the lock another agent may have removed the folder as dead.
             if os.path.exists(self.path):
                 return
             os.close(self._lock)
@@ -109,6 +112,7 @@ class RecordFolder:
     def remove(self) -> None:
         """Delete the folder with its content. Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
+        # Last: a folder that can be locked counts as dead.
         os.close(self._lock)
 
 
@@ -128,6 +132,7 @@ def memory_folder() -> Path:
 
 def _locked(path: str) -> int:
     """Lock the folder and return the descriptor that holds the lock. Raises OSError if it is locked."""
+    # O_CLOEXEC: a child that runs another program would hold the lock after the agent's end.
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

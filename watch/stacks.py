@@ -37,6 +37,7 @@ def claim(path: str) -> bool:
     """
     stacks = path + SUFFIX
     try:
+        # O_EXCL: the variable is inherited, so a child of the rank finds the path claimed.
         handle = os.open(stacks, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         return owner(path) == os.getpid()
@@ -73,6 +74,7 @@ def request_stack(path: str) -> int | None:
     pid = owner(path)
     if pid is None:
         return None
+    # Before the signal: the answer may be written at once.
     offset = os.stat(path + SUFFIX).st_size
     try:
         os.kill(pid, SIGNAL)
@@ -130,6 +132,7 @@ def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on, or an empty state."""
     try:
         with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            # The name of the program comes before it, in parentheses, and may contain spaces and parentheses.
             return file.read().rpartition(")")[2].split()
     except OSError:
         return [""]
@@ -138,6 +141,7 @@ def _stat(pid: int) -> list[str]:
 def _started(pid: int) -> str:
     """Return the start time of a process in ticks since boot; "" if there is none, "alive" if the time is unknown."""
     fields = _stat(pid)
+    # starttime, field 22 of proc(5): this list begins with field 3.
     if len(fields) > 19:
         return fields[19]
     try:
@@ -150,4 +154,5 @@ def _started(pid: int) -> str:
 def end_with_parent() -> None:
     """Let Linux send SIGTERM to this process when its parent ends. For `preexec_fn`."""
     with contextlib.suppress(OSError, AttributeError):
+        # Linux keeps this setting over exec.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

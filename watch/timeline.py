@@ -35,6 +35,7 @@ class Span:
 def lane_of(what: str) -> str:
     """Choose the lane of a wait by its operation: "gather of layers.7", "reduction of head"."""
     kind = what.partition(" ")[0]
+    # The names come from group.py and gradient_reducer.py in `zero`, and from `wait_for` in offload/store.py.
     return {"gather": GATHER, "reduction": REDUCE, "transfer": OFFLOAD}.get(kind, WAIT)
 
 
@@ -70,6 +71,7 @@ class Timeline:
             self._seconds[phase] += (now - since) / 1e9
             if self._keeps:
                 self.spans.append(Span(COMPUTE, f"{phase} of {of}" if of else phase, since, now))
+        # An activity outside of a step has no phase: its time is neither a span nor counted.
         self._phase = (now, _PHASES.get(activity, ""), unit)
 
     def _begin(self, what: str) -> None:

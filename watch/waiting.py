@@ -66,6 +66,7 @@ def _targets(ranks: Reports) -> dict[int, set[int]]:
         if report is None or report.wait is None:
             found[rank] = set()
             continue
+        # Without the name: ranks that make different calls meet in the same number, which `_different_calls` reports.
         wait = replace(report.wait, what="", seconds=0.0)
         if wait not in late:  # computed once for all ranks in the same collective
             late[wait] = {
@@ -78,12 +79,14 @@ def _targets(ranks: Reports) -> dict[int, set[int]]:
 
 
 def _is_in(other: RankProgress | None, wait: Wait) -> bool:
+    # A message has no number, so nothing shows that its peer takes part.
     if other is None or other.wait is None or not wait.sequence:
         return False
     return (other.wait.channel, other.wait.sequence) == (wait.channel, wait.sequence)
 
 
 def _is_past(other: RankProgress | None, wait: Wait) -> bool:
+    # At the same number the rank has begun the collective, but perhaps not sent its part.
     return other is not None and bool(wait.sequence) and dict(other.begun).get(wait.channel, 0) > wait.sequence
 
 
@@ -99,6 +102,7 @@ def _conclusions(ranks: Reports, targets: Mapping[int, set[int]], hosts: Mapping
             ends = _ends(rank, targets)
             for end in ends:
                 held_up.setdefault(end, []).append(rank)
+            # A circle: every rank on the way waits.
             if not ends:
                 astray.append(rank)
     by_waiters: dict[tuple[int, ...], list[int]] = {}
@@ -132,6 +136,7 @@ def _different_calls(ranks: Reports) -> list[str]:
     for rank, report in ranks.items():
         if report is not None and report.wait is not None and report.wait.sequence:
             wait = report.wait
+            # Groups of the same axis share a channel, and their first ranks tell them apart.
             names.setdefault((wait.channel, wait.sequence, wait.first), {}).setdefault(wait.what, []).append(rank)
     return [
         f"Collective {sequence} is not the same on all ranks: "

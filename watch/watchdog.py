@@ -29,6 +29,7 @@ def poll(look: Callable[[], object], seconds: float, name: str) -> Callable[[], 
                 return
             del call  # until the next call nothing here keeps the object, and so an engine, alive
 
+    # A daemon, as it must not keep a process alive that ends without calling the result.
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
 
@@ -73,6 +74,7 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
+        # The next step is not late at first, which ends the silence.
         self._has_reported = is_late
 
 

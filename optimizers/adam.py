@@ -63,6 +63,7 @@ def _apply(decoupled: bool) -> Apply:
     def apply(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
         import torch
 
+        # float64, and machines without a kernel, run this: torch's fused step passes over memory once.
         fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
         beta1, beta2 = options["betas"]
         if not options.get("bias_correction", True):
@@ -99,6 +100,7 @@ def _coefficients(decoupled: bool) -> Coefficients:
     return coefficients
 
 
+# (0, 0): the mean keeps its value. eps is 1, since 0 / (sqrt(0) + 0) would be NaN, and NaN times a step of 0 too.
 _IDLE_MOMENTS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
 _MOMENTS = (State("exp_avg"), State("exp_avg_sq", is_mean_of_squares=True))
 
@@ -108,6 +110,7 @@ ADAMW = Optimizer(
     states=_MOMENTS,
     apply=_apply(decoupled=True),
     coefficients=_coefficients(decoupled=True),
+    # AdamW's decay is a factor of the weight, Adam's an addend of the gradient.
     idle=(1.0, *_IDLE_MOMENTS),
     torch_class="AdamW",
     torch_options={"decoupled_weight_decay": True},
@@ -157,6 +160,7 @@ def _adamax(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Te
 ADAMAX = Optimizer(
     title="Adamax",
     params=AdamaxParams,
+    # No mean of squares, but likewise never negative and a divisor: see `State`.
     states=(State("exp_avg"), State("exp_inf", is_mean_of_squares=True)),
     apply=_adamax,
 )
@@ -189,12 +193,14 @@ def _momentum(beta1: float, decay: float, step: int) -> float:
     return float(beta1 * (1.0 - 0.5 * 0.96 ** (step * decay)))
 
 
+# All shards of a step ask for the same product.
 @lru_cache(maxsize=8)
 def _momentum_product(beta1: float, decay: float, step: int) -> float:
     """mu_1 x ... x mu_t, in float32 as torch keeps it as a state."""
     product = 1.0
     for earlier in range(1, step + 1):
         product = c_float(product * c_float(_momentum(beta1, decay, earlier)).value).value
+        # The product underflows: with the defaults after 132 steps, so the loop stays short.
         if product == 0.0:
             break
     return product
@@ -235,6 +241,7 @@ def _rectification(beta2: float, step: int) -> float | None:
     """Return the factor of an adaptive step; None while its variance is unknown."""
     rho_inf = 2 / (1 - beta2) - 1
     rho = rho_inf - 2 * step * beta2**step / (1 - beta2**step)
+    # The paper adapts from 4 on, torch from 5 on.
     if rho <= 5:
         return None
     return math.sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
@@ -251,6 +258,7 @@ def _radam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Ten
     if rectified is None:
         weight.add_(mean, alpha=-step_size)
         return
+    # torch adds eps before the correction of the second moment here, after it in Adam.
     root = squares.sqrt().add_(options["eps"])
     weight.addcdiv_(mean, root, value=-step_size * rectified * math.sqrt(1 - beta2**at))
 

@@ -118,10 +118,12 @@ class Optimizer:
 
     def states_for(self, options: Options) -> tuple[State, ...]:
         """Return the states kept with these options, in the order of `apply`."""
+        # A missing option keeps the state: callers may pass options of torch, which lack ours.
         return tuple(s for s in self.states if s.needed_option is None or options.get(s.needed_option, True))
 
 
 def lerp_coefficients(weight: float) -> tuple[float, float]:
     """Return (factor, whether b not a is added to) for a + weight * (b - a), from the nearer end as torch.lerp."""
+    # torch.lerp rounds the weight to float32 first, and 0.5 must fall on the same side.
     narrow = ctypes.c_float(weight).value
     return (narrow, 0.0) if narrow < 0.5 else (narrow - 1, 1.0)

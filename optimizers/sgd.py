@@ -77,6 +77,7 @@ SGD = Optimizer(
     states=(State("momentum_buffer", needed_option="momentum"),),
     apply=_sgd,
     coefficients=_sgd_coefficients,
+    # The buffer keeps its value: momentum 1, and no share of the gradient.
     idle=(0.0, 0.0, 1.0, 0.0, 0.0, 0.0),
     keeps_step=False,
     torch_class="SGD",
@@ -166,6 +167,7 @@ def _adagrad(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: T
 
 def _adagrad_coefficients(options: Options, step: int) -> tuple[float, ...]:
     """decay, step size, eps."""
+    # As torch: the first step has no decay.
     step_size = float(options["lr"]) / (1 + (step - 1) * options["lr_decay"])
     return (options["weight_decay"], step_size, options["eps"])
 
@@ -176,6 +178,7 @@ ADAGRAD = Optimizer(
     states=(State("sum", is_mean_of_squares=True, start_option="initial_accumulator_value"),),
     apply=_adagrad,
     coefficients=_adagrad_coefficients,
+    # eps is 1, since 0 / (sqrt(0) + 0) would be NaN.
     idle=(0.0, 0.0, 1.0),
     torch_class="Adagrad",
     deepspeed_names=("cpuadagrad", "deepspeedcpuadagrad"),
@@ -211,6 +214,7 @@ def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: T
     squares = by_name["square_avg"].mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
     if options["centered"]:
         mean = by_name["grad_avg"].lerp_(gradient, 1 - keep)
+        # Not in place: the state stays the mean of squares, and this is E[g^2] - E[g]^2.
         squares = squares.addcmul(mean, mean, value=-1)
     root = squares.sqrt().add_(options["eps"])
     if options["momentum"]:

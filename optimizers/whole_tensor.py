@@ -49,6 +49,7 @@ def _lamb_direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], 
 
 
 def _lamb_ratio(options: Options, step: int, numel: int, weight_norm: float, direction_norm: float) -> float:
+    # Else a weight of zeros would never move.
     if not weight_norm or not direction_norm:
         return 1.0
     return float(min(max(weight_norm / direction_norm, options["min_coeff"]), options["max_coeff"]))
@@ -105,8 +106,10 @@ def _muon_direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     """(rows, columns) -> the same singular vectors, with singular values of about 0.7 to 1.2."""
+    # A steep polynomial: it lifts small singular values fast, and lets them end near 1 instead of at 1.
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = matrix.shape[0] > matrix.shape[1]
+    # x x^T then has the shorter side.
     x = matrix.T if is_tall else matrix
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):  # x = a x + (b G + c G^2) x with G = x x^T
@@ -204,6 +207,7 @@ def _adafactor_matrix(gradient: Tensor, step: int, options: Options, factors: Ma
     """g / sqrt(R C / mean(R)), clipped: R and C are the means of squares over rows and columns."""
     if not gradient.numel():
         return gradient
+    # The first step has weight 1, so the zeros of the start need no correction.
     weight, squares = step ** options["beta2_decay"], gradient.square()
     rows, columns = factors["row_var"], factors["col_var"]
     rows.lerp_(squares.mean(-1, keepdim=True), weight)

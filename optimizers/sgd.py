@@ -202,9 +202,15 @@ class RMSpropParams(OptimizerParams):
     momentum: Float = Field(default=0.0, ge=0)
     """Momentum factor."""
     centered: Bool = False
-    """Whether the squares are those of the distance from a running mean of the gradient."""
+    """Whether the squares are of the gradient's distance from its mean. Needs state_dtype fp32."""
     state_dtype: StateDtype = "fp32"
     """The type in which the running means are kept."""
+
+    def conflicts(self) -> list[tuple[str, str]]:
+        if not self.centered or self.state_dtype == "fp32":
+            return []
+        # The variance E[g^2] - E[g]^2 of rounded means may be negative, and its root a NaN.
+        return [("centered", f'needs state_dtype "fp32", found "{self.state_dtype}"')]
 
 
 def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:

@@ -1,6 +1,6 @@
 """Gradients of a `ShardedGroup` in flat memory.
 
-They are copied there (`Staging`), and added up before the reduction (`LocalSum`) or after it (`ShardMemory`).
+`Staging` copies them. They are added up before the reduction (`LocalSum`) or after it (`ShardMemory`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Staging:
         param.grad    |  weight       |  bias |  weight          |
         regions       |       slot        |    shard    |   slot   |
 
-    slot: the memory of a message; shard: this rank's own part. A gradient that is copied as it arrives is still in the
+    slot: the memory of a message; shard: this rank's part. A gradient that is copied as it arrives is still in the
     processor's cache, and two large gradients never exist at once. On a device `finish` copies all by a single kernel.
     """
 
@@ -113,7 +113,7 @@ class Staging:
         if not self._adds:
             layout = self._group.layout
             is_complete = len(self._taken) == len(layout.param_views)
-            # The memory has arbitrary content, and sums over ranks and squares read all of it.
+            # The memory has arbitrary content, and sums over ranks and squares read the whole buffer.
             for low, high in layout.padding if is_complete else layout.outside(self._taken):
                 for start, end, memory in self._regions:
                     if max(start, low) < min(end, high):
@@ -190,12 +190,12 @@ class LocalSum:
         return self.flat
 
     def move_sum_to(self, regions: Sequence[Region], adds: bool) -> None:
-        """Move the sum to other memory, to which the last gradients are added. adds: that memory has values already."""
+        """Move the sum into regions, before the last gradients are added. adds: the regions have values already."""
         assert self.flat is not None
         for start, end, memory in regions:
             memory.add_(self.flat[start:end]) if adds else memory.copy_(self.flat[start:end])
         self.has_values = False
-        # If not flat, the memory is from `add_total`, which few steps need.
+        # If not flat, the memory is from `add_total`: few steps need it.
         if not (self.is_flat and self._is_kept):
             self.flat = None
 

@@ -57,7 +57,7 @@ def will_run(nodes: Iterable[Node]) -> bool:
     executes = torch._C._will_engine_execute_node
     try:
         return any(node.variable.requires_grad and executes(node) for node in nodes)  # type: ignore[attr-defined]
-    except RuntimeError:  # torch.autograd.grad with such a node as input: it returns the gradient and adds to nothing
+    except RuntimeError:  # torch.autograd.grad with a node as input: it returns the gradient and adds to nothing
         return False
 
 

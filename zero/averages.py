@@ -98,7 +98,7 @@ class Averages:
                 "inside of `with engine.ema_weights():`, which is for evaluation and export; call it afterwards"
             )
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _memory_for(self, shard: ShardState) -> Tensor:
         numel, device = shard.group.layout.shard_numel, shard.group.shard.device

@@ -111,7 +111,7 @@ class GroupMemories:
         adds_up = self._keeps_sums and self._low_rank is None and not is_elsewhere
         return is_whole and adds_up and plan.is_added_up_flat
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _codec(self, plan: GroupPlan, axes: tuple[str, ...], bits: int | None) -> Codec:
         """Return the codec of a group's gradient over these axes."""
@@ -181,7 +181,7 @@ class GroupMemories:
             return adopt_pages
 
         def adopt_storage(group: ShardedGroup) -> None:
-            # One by one: each full buffer is made, and its memory freed, before the next, so the peak is one of them.
+            # Each full buffer is made, and its memory freed, before the next is made: the peak is a single buffer.
             (full,) = transport.allocate([(group.layout.padded_numel, group.plan.dtype)])
             group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), shard_store)
 

@@ -196,7 +196,7 @@ class QuantizedCodec(Codec):
 
         return Coming(arrived, mine, add_up, summed)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _next_draw(self) -> tuple[Rounding, int]:
         """Return `rounding` and `step` of `quantize` for the next message."""
@@ -312,10 +312,10 @@ NOTHING = slice(0, 0)
 
 
 def sum_with_held(terms: list[Tensor], own: int, out: Tensor, held: slice, accumulate: bool) -> None:
-    """As `sum_in_rank_order`, where `out` has the values of terms[own] in `held`, and terms[own] only the values
-    outside.
+    """As `sum_in_rank_order`, if this rank's term, terms[own], lies partly in `out`.
 
-    If `held` is not empty, terms[own] is `out` afterwards: its values are overwritten.
+    held: the range in `out`; terms[own] has only the values outside. If `held` is not empty, the sum overwrites the
+    term, and terms[own] is `out` afterwards.
     """
     if held == NOTHING:
         sum_in_rank_order(terms, out, accumulate)

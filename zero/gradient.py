@@ -19,7 +19,7 @@ from .powersgd import PowerSGDOptions, PowerSGDReducer
 
 
 class GradientState(NamedTuple):
-    """What the host knows of a gradient after a backward. Its tensors are those of that time, not copies."""
+    """The host's record of a gradient after a backward. Its tensors are those of that time, not copies."""
 
     grads: tuple[Tensor | None, ...]  # `param.grad` of each parameter
     shard: Tensor | None
@@ -228,7 +228,7 @@ class GroupGradient:
         )
 
     def restore(self, state: GradientState) -> None:
-        """Take the state that a backward would have left, whose work a device has repeated in the same memory."""
+        """Take the state after a backward that a device has replayed in the same memory."""
         for param, grad in zip(self.group.params, state.grads, strict=True):
             param.grad = grad
         self.shard, self._local.flat = state.shard, state.flat
@@ -351,7 +351,7 @@ class GroupGradient:
         self._count()
         self._leave(is_final=True)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _reopen(self) -> None:
         """Prepare a final sum for another backward. Over replicas, the first replica keeps the sum alone."""
@@ -362,7 +362,7 @@ class GroupGradient:
         if self.group.axes.replicas.size == 1 or not self._has_shard:
             return
         shard = self._open_shard()
-        # The sum over replicas comes again, so only one of them may still hold the first sum.
+        # The sum over replicas comes again, so a single replica may still hold the first sum.
         if self.group.axes.states.size > 1:
             if replica:
                 shard.zero_()

@@ -21,7 +21,7 @@ from .sharding_spec import ShardingAxes
 
 
 class ShardedState(Enum):
-    """Which memory a group holds."""
+    """The memory that a group holds."""
 
     UNSHARDED = "full"  # `full` holds the values of all parameters, which are views of it
     UNSHARDING = "coming"  # memory as UNSHARDED; the gather is in flight, and reading a parameter raises
@@ -225,7 +225,7 @@ class ShardedGroup:
 
     @property
     def waits_for_update(self) -> bool:
-        """Whether nobody sees the parameters before a gather, which can wait for their update."""
+        """Whether an update may outlast the step: the parameters are seen after a gather, and a gather waits."""
         return bool(self.plan.sharding.parameters) and not self.axes.are_refreshed
 
     @property
@@ -234,7 +234,7 @@ class ShardedGroup:
         return self._shard_store is not None
 
     def join_gather(self) -> Pending:
-        """Send this rank's shard to ranks that gather a group which is full on this rank."""
+        """Send this rank's shard to ranks that gather the group. It is full on this rank."""
         return untransformed(self._exchange)
 
     def park(self) -> None:

@@ -227,7 +227,7 @@ def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module]
 def _is_in_method(modules: Collection[int]) -> bool:
     """Whether the caller is in a method that a class of these modules defines, except methods that every module has.
 
-    Such methods are called on all ranks, but a single rank may print a value or ask for a `state_dict`.
+    All ranks call these methods, but a single rank may print a value or ask for a `state_dict`.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -66,8 +66,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         host: updates the offloaded shards of a device. Raises OffloadError.
         """
         # Optimizer.__init__ imports torch's compiler, 70 MiB a process. `__setstate__`, for unpickling, sets all that
-        # is needed. The groups are the user's dictionaries, so schedulers bound to them act here too. From the
-        # defaults schedulers read which options there are.
+        # is needed. The groups are the user's dictionaries, so schedulers bound to them act here too. Schedulers
+        # read the names of options from the defaults.
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
         self.counts = StepCounts()
@@ -340,7 +340,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 on_updated(shard)
 
     def wait_for_updates(self) -> None:
-        """Wait for the started updates. Raises OffloadError if one has failed, at every call until `forget_failure`."""
+        """Wait for the started updates. Raises OffloadError after a failure, at every call until `forget_started`."""
         for shard, running in list(self._under_way.items()):
             self._follow(shard, running)
         if (error := self.thread.wait()) is not None:
@@ -394,7 +394,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(
         self, shard: ShardState, gradient_scale: float, gradient: Tensor | None = None, skip: Tensor | None = None
     ) -> None:
-        """Update a shard with its gradient or the given one, (shard_numel,), and free it. skip: see `update_all`."""
+        """Update a shard with its gradient, or the given gradient, (shard_numel,). skip: see `update_all`."""
         gradient = shard.gradient.shard if gradient is None else gradient
         if gradient is not None and self.starts(shard) and self.speculation.is_open:
             self.start(shard, self._terms(gradient_scale, skip).frozen())
@@ -416,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.count()
 
     def roll_back(self) -> bool:
-        """Undo a speculative step, complete or partial. Returns whether there was any."""
+        """Undo a speculative step, complete or partial. Returns whether a step was open."""
         was_open = self.speculation.is_open
         if was_open:
             self.forget_started()  # waits: the thread may still write the values that are restored next
@@ -469,7 +469,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.thread.close()
         self._placements.close()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _held_of(self, shard: ShardState) -> Iterator[Tensor]:
         yield shard.versions.ahead.values

@@ -31,7 +31,7 @@ class ParameterStates:
     """
 
     def __init__(self, update: FusedUpdate | TorchUpdate, shards: Sequence[ShardState], counts: StepCounts) -> None:
-        """shards, counts: the optimizer's own, to which it adds."""
+        """shards, counts: the optimizer's objects, to which it adds."""
         self._update = update
         self._shards = shards
         self._counts = counts

@@ -1,4 +1,4 @@
-"""Where parameters and optimizer states of a rank's shards rest between uses.
+"""The places of a rank's parameters and optimizer states between uses.
 
     forward     load | gather | use | release          pages pass to the next block, nothing is written
     step        load 1 | update 0 | save               a shard is in memory only during its update
@@ -64,7 +64,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class StatesPlan:
-    """Which elements of a rank's shards have their states in a store, and in which chunks: integers only."""
+    """The elements of a rank's shards with states in a store, and their chunks: integers only."""
 
     ratio: float = 0.0
     """The part of the states in the store. The first elements of each shard keep their states beside the parameters."""

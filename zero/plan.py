@@ -210,7 +210,7 @@ class Dtypes:
 
 
 class Role(Enum):
-    """What training does with a parameter. It decides the memory beside the parameter."""
+    """The part of a parameter in the training. It decides the memory beside the parameter."""
 
     FROZEN = "frozen"  # no gradient, now or later
     LEFT_OUT = "left out"  # a gradient, no states: it is in no optimizer group
@@ -330,7 +330,7 @@ def rings_for(trained: Sequence[GroupPlan], parallel_dims: ParallelDims) -> list
     found: dict[tuple[str, ...], tuple[int, int]] = {}
     for group in trained:
         states, replicas = parallel_dims.wide(group.sharding.states), parallel_dims.wide(group.sharding.replicas)
-        # A unit is staged when the previous one was summed; an all-reduce takes one more phase. More slots do not help:
+        # A unit is staged when the previous unit was summed; an all-reduce takes a phase more. More slots do not help:
         # ranks do not wait if they are less than a unit apart.
         # The sum over replicas begins with a shard, not with the whole gradient.
         rings = ((states, group.slot_bytes, 1), (replicas, group.slot_bytes // parallel_dims.size(states), 2))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ZeroPolicy:
-    """Say what a stage shards, and when it moves gradients and parameters.
+    """The sharding of a stage, and the times at which it moves gradients and parameters.
 
     | stage | shards_states | reduces_every_backward | frees_parameters |
     |-------|---------------|------------------------|------------------|

@@ -230,7 +230,7 @@ class PowerSGDReducer(GradientReducer):
     def rank_state_names(self, index: int) -> list[str]:
         return [f"{LOW_RANK_ERROR}_{rank}" for rank in range(self._axis.size)] if index in self.errors else []
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _matrices(self, message: Tensor) -> list[Tensor]:
         found = []

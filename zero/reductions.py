@@ -1,7 +1,7 @@
 """The order in which units are reduced in a backward, and the reductions in flight.
 
 [Note: early phases] `start` advances every reduction by a phase, the oldest first, and waits for other ranks if it
-must. `poll` advances only what does not wait, so ranks differ in how far they are. That is harmless, because
+must. `poll` advances only reductions that need not wait, so ranks differ in their progress. That is harmless, because
 
 - each transport sees the same order on all ranks: a reduction enters a phase after the older reductions have left it;
 - `poll` never waits: it might wait for a message that this same rank sends from an older reduction.

@@ -62,7 +62,7 @@ from .unit import Forward, OpenForwards, Unit, Use
 
 
 class StateError(RuntimeError):
-    """A call came in a state in which it cannot be right."""
+    """A call that cannot be right in the current state."""
 
 
 class Phase(Enum):
@@ -359,8 +359,8 @@ class UnitSequence:
             self._come_to(unit)
         if unit.stages_early and turns.reductions.in_flight:
             turns.reductions.poll()
-        # If a unit is used twice, only the outer backward says that the last gradient is there.
-        # Reentrant checkpointing runs a backward of its own for each use of a unit.
+        # If a unit is used twice, only the outer backward says that the last gradient has arrived.
+        # Reentrant checkpointing runs a separate backward for each use of a unit.
         is_last = not unit.waiting and (unit.num_uses < 2 or current_graph_task() == self._graph_task)
         if is_last and unit is not self.root:
             unit.is_ready = True
@@ -422,7 +422,7 @@ class UnitSequence:
     # -- what autograd runs ---------------------------------------------------------------------------------------
 
     def _ends_lost_backward(self) -> bool:
-        """Abort a lost backward. Returns whether there was any."""
+        """Abort a lost backward. Returns False if no backward is lost."""
         if not self.has_lost_backward():
             return False
         self._on_abort()
@@ -478,10 +478,10 @@ class UnitSequence:
                 unit.release()
         self.forwards.of_backward.clear()  # another backward of these forwards may follow
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _gather_root(self) -> None:
-        """Gather the root unit, in a round of its own, if a forward without gradients has released it."""
+        """Gather the root unit, in a separate round, if a forward without gradients has released it."""
         if self._needs_ring and not self.root.is_full:
             self._release_parked()
             self._ring.begin(Proposal(Round.GATHER, (0,)))
@@ -512,7 +512,7 @@ class UnitSequence:
             # Learned for the next backward: see [Note: canonical order].
             self._lag = max(self._lag, self._turns.lag)
             kind = Round.FLUSH if self._turns.has_left_over else Round.END
-            # `begin` returns when all ranks propose END, or when one of them must flush: then all flush.
+            # `begin` returns when all ranks propose END, or when a rank must flush: then all flush.
             if max(proposal.round for proposal in self._ring.begin(Proposal(kind))) is Round.END:
                 return
             self._turns.flush()

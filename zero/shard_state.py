@@ -251,7 +251,7 @@ class ShardState:
         parameters: the version that the update changes. speculation: keeps old states.
         """
         memory = self.memory
-        # An empty shard has a part too: `TorchUpdate` expects exactly one.
+        # An empty shard has a part too: `TorchUpdate` expects a single part.
         if memory.numel or not self.chunks:
             for values in (*memory.states.values(), *(() if memory.master is None else (memory.master,))):
                 speculation.keep(partial(OldVersion.of, values))
@@ -314,7 +314,7 @@ class ShardState:
                 for name in states.keys() & REMAINDERS:
                     values_of(states[name]).zero_()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     def _part(
         self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Version

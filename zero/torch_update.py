@@ -26,7 +26,7 @@ OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
-    """Return our optimizer that does the same as this torch optimizer with all its options, if there is any."""
+    """Return our optimizer that does the same as this torch optimizer with all its options, or None."""
     updates = _class_that_updates(type(optimizer))
     twins = _torch_twins()
     if updates not in twins:
@@ -247,7 +247,7 @@ class TorchUpdate:
         inner = self._inner[id(shard)]
         flat = next(one for one in inner.flats if one.run.start <= param_shard.offset_in_shard < one.run.end)
         state = inner.state_of(flat)
-        # A load fills what `make_states` has made: writes to zeros that nobody keeps would be lost.
+        # A load fills the states that `make_states` has made: writes to zeros that nobody keeps would be lost.
         if not state and changes:
             return {}
         if not state:
@@ -333,7 +333,7 @@ class TorchUpdate:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of states of such master weights: bfloat16 without masters is updated in float32."""
+    """Return the dtype of the states: bfloat16 without masters is updated in float32."""
     return torch.promote_types(dtype, torch.float32)
 
 

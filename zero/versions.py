@@ -84,7 +84,7 @@ class UpdateThread:
     | none    | `end`        | `start`     | parameters are those of the last update                      |
     | pending | `start`      | `end`       | until `wait` only the thread may touch states and masters    |
 
-    On a device the thread has its own stream. An update begins after the work that the training's stream got before
+    On a device the thread has a separate stream. An update begins after the work that the training's stream got before
     `start`; work of that stream after `wait` or `follow` comes after the update.
 
     Source: ZeRO-Offload, arXiv 2101.06840, section 4.1, and 5.2 for the "one-step delayed parameter update".
@@ -126,7 +126,7 @@ class UpdateThread:
             torch.accelerator.current_stream(self._device).wait_event(ended)
 
     def wait(self) -> BaseException | None:
-        """Wait for all updates. Returns the first error that ended any of them, if any."""
+        """Wait for all updates. Returns the first error that ended an update, or None."""
         # `exception` waits: the pool has a single thread, but a later update may succeed after a failed update.
         errors = [error for running in self._running if (error := running.exception()) is not None]
         if errors or not self._running:

@@ -1,4 +1,4 @@
-"""The update of a shard by an optimizer that needs whole parameters, of which a shard has parts."""
+"""The update of a shard by an optimizer that needs whole parameters, while a shard has parts."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class WholeUpdate(FusedUpdate):
         for by_name in shard.memory.factors.values():
             yield from by_name.values()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- helpers --------------------------------------------------------------------------------------------------
 
     @property
     def _whole(self) -> WholeTensorRule:

@@ -99,7 +99,7 @@ class ScheduledUnits:
         for unit in self._stages[stage]:
             self._users[id(unit)].discard(stage)
             if not self._users[id(unit)]:
-                is_updated = self._on_final is not None and not self._unreduced.get(id(unit), {stage})
+                is_updated = self._on_final is not None and not self._unreduced[id(unit)]
                 # Trained groups first: an offloaded shard stays in memory if its update follows.
                 unit.release_reduced(is_updated)
                 unit.release()

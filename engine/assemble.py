@@ -74,15 +74,17 @@ def assemble(
     rows_per_microbatch: int | None,
     trial: Trial | None,
 ) -> Engine:
-    """Build the engine of a blueprint, which all ranks have alike. A collective.
+    """Build the engine of a blueprint that is equal on all ranks. A collective.
 
     prepared: the model of the blueprint. trial: of `lowtide tune`, if any. Raises OffloadError and CollectiveError if
     memory or storage is too small.
     """
     module, patches = prepared.module, prepared.patches
     config = blueprint.config
+    # First: without room for offloaded shards no rank needs connections or memory.
     shard_store = _reserve_store(blueprint, world)
     mesh = _connect(blueprint, world)
+    # Now, while parameters have their whole shapes: the prediction runs a copy of the module on the meta device.
     prediction = _memory_prediction(blueprint, module, loss_fn, world)
     states = _States.of(blueprint, mesh, shard_store, lr_scheduler)
     units, optimizer = states.units, states.optimizer
@@ -118,6 +120,7 @@ def assemble(
         model_flops=prepared.flops,
         trial=trial,
     )
+    # Last: features read the parts, and their checks are collectives.
     features.begin(parts)
     return Engine(parts)
 
@@ -128,6 +131,7 @@ def _reserve_store(blueprint: Blueprint, world: World) -> ShardStore | None:
         return None
     with no_rank_alone(world, "lowtide.initialize"):
         shard_store = shard_store_of(blueprint.config, blueprint.offload_plan, world)
+        # The bytes of this rank's place: stages and split layers differ in size.
         shard_store.reserve([group.shard_bytes for group in blueprint.places[blueprint.place_of(world.rank)].groups])
     return shard_store
 
@@ -155,13 +159,16 @@ class _States:
             delays_updates=blueprint.timing is Timing.DELAYED,
             keeps_sums=not blueprint.is_layered,
             seed=blueprint.config.seed or 0,
+            # A function, as the optimizer is made below, of the gradients that this class makes.
             num_steps=lambda: optimizer.num_steps_before,
             low_rank=blueprint.low_rank,
         )
+        # Groups that the host updates send their gradients off the device.
         hosts = {} if host is None else dict.fromkeys(blueprint.offload_plan.updated_apart(own.updated), host)
         units = memories.units(own, hosts)
         with no_rank_alone(mesh.world, "lowtide.initialize"):
             optimizer = _optimizer(blueprint, mesh.world, units, shard_store, host)
+            # The caller's code runs here, and may raise on a rank alone.
             scheduler = scheduler_for(optimizer, lr_scheduler)
         return cls(memories, units, optimizer, host, scheduler)
 
@@ -187,6 +194,8 @@ def _compile(blueprint: Blueprint, compiled: Compiled, world: World) -> None:
     section = blueprint.config.compile
     if section.blocks:
         options = {key: getattr(section, key) for key in ("backend", "mode", "dynamic", "fullgraph")}
+        # Repeated blocks alone: they share a compiled graph, and each other part would compile its graph for a single
+        # use.
         blocks = (unit.module for unit in blueprint.units if not (unit.is_root or unit.is_end))
         compiled.want(blocks, partial(torch.compile, **options))
     pipeline = blueprint.pipeline
@@ -246,7 +255,7 @@ def _runner(
     activation_offload: ActivationOffload | None,
     join: Join,
 ) -> Runner:
-    """What runs the model: hooks on it say when units are used, or the schedule of a pipeline does."""
+    """Make the runner of the model. Hooks report the uses of units, or the schedule of a pipeline orders them."""
     units = states.units
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
@@ -261,6 +270,7 @@ def _runner(
             kind = graphs.ReplayedSequence
             most = blueprint.config.compile.max_graphs
             run = partial(graphs.GraphRunner, optimizer=states.optimizer, max_graphs=most)
+    # The join is asked before each pass, since ranks without data take part in the gathers of forwards.
     sequence = kind(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
     on_block = activation_offload.begin_block if activation_offload else None
     hooks = UnitHooks(sequence, blueprint.policy.frees_parameters, patches, on_block)
@@ -283,12 +293,15 @@ def _fill(
                 writer.write(group, index, value)
             # Parameters of other stages too: their dtype is still read.
             nothing = torch.zeros((), dtype=dtypes.of(param), device=mesh.world.device)
+            # A single zero, expanded: the model's memory is free, and the shape is still known.
             move(param, nothing.expand(share_of(param).tensor_shard.shape))
+        # After the values: a deferred model fills its buffers while it yields them.
         _prepare_buffers(module, mesh)
         writer.refresh()
         for unit in units:
             for group in unit.groups:
                 group.install()
+                # At stage 3 only shards take memory from here to the first forward.
                 group.release()
 
 
@@ -300,6 +313,7 @@ def _split_layers(
         return None
     exchange = mesh.exchange((TENSOR,))
     repeated = [unit.module for unit in blueprint.units if not unit.is_root]
+    # The check needs the regions, which are made after it: the lambda reads the variable when the check runs.
     parts: SequenceParallelRegions | None = None
     trial = SplitSelfCheck(
         blueprint.tensor,
@@ -364,6 +378,7 @@ def _prepare_buffers(module: nn.Module, mesh: Mesh) -> None:
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
+                # Buffers may be drawn or counted in a constructor, so each rank takes those of rank 0.
                 owner._buffers[name] = mesh.world.broadcast_tensor(buffer).to(mesh.world.device)
 
 
@@ -379,7 +394,8 @@ def _cast_inputs(blueprint: Blueprint, module: nn.Module, patches: ModelPatches)
 
 
 def _has_wide_buffers(module: nn.Module) -> bool:
-    """Return True if a float32 buffer may widen what is computed with half-precision parameters."""
+    """Return True if a float32 buffer may widen the results of half-precision parameters."""
+    # A batch norm computes with its float32 statistics, but returns the dtype of its input.
     owners = (part for part in module.modules() if not isinstance(part, _NormBase))
     return any(buffer.dtype == torch.float32 for part in owners for buffer in part.buffers(recurse=False))
 
@@ -395,20 +411,23 @@ def _autocast(module: nn.Module, config: Config, device: torch.device, patches: 
         with torch.autocast(device.type, dtype):
             return inner(*args, **kwargs)
 
+    # On the model, not in the runner, so that `engine.module(...)` runs under autocast too.
     patches.override(module, "forward", forward)
 
 
 def _offload_activations(
     blueprint: Blueprint, world: World, module: nn.Module, units: Sequence[Unit]
 ) -> tuple[ActivationOffload | None, Sequence[Callable[[], None]]]:
-    """Return what offloads activations, and what to close at the end. A collective, if they are offloaded."""
+    """Return the offload of activations, and functions that close it. A collective, if activations are offloaded."""
     if blueprint.offload_plan.activations is Placement.MODEL:
         return None, ()
     with no_rank_alone(world, "lowtide.initialize"):
         store = activation_store(blueprint.config, blueprint.offload_plan, world)
     wanted = blueprint.config.activation_checkpointing.offload
+    # Tensors that the engine keeps anyway are saved by reference: to offload them would free nothing.
     kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
     offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))
+    # In this order: the offload waits for transfers of the store.
     return offload, (offload.close, store.close)
 
 
@@ -434,6 +453,7 @@ def _loss_scaler(config: Config) -> LossScaler:
     fp16 = config.fp16
     if not fp16.enabled:
         return LossScaler()
+    # As in DeepSpeed, 0 asks for a dynamic scale.
     dynamic = fp16.loss_scale == 0
     return LossScaler(
         scale=2.0**fp16.initial_scale_power if dynamic else fp16.loss_scale,

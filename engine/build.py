@@ -74,8 +74,10 @@ def initialize(
             "model: expected an nn.Module or a callable that builds a module, found an engine; close it and pass its "
             "model, engine.module"
         )
+    # Before the config is read: a trial replaces it.
     trial = Trial.asked(config, optimizer, fill)
     checked = Config.load(config, fill=fill) if trial is None else trial.taken(config, fill)
+    # Outside of `try`: a rank that has not joined has nothing to leave.
     world = World.join(checked.device, checked.communication.timeout_seconds)
     patches = ModelPatches()
     try:
@@ -85,6 +87,7 @@ def initialize(
         blueprint = _blueprint(resolved, world, prepared.module, loss_fn, optimizer, lr_scheduler, sample_batch)
         check_units(prepared.tiled, blueprint)
         _take_optimizer(optimizer, blueprint, world, prepared)
+        # If the config names no batch size, `resolved` has a default, which is no reason to refuse a batch.
         gives_rows = checked.train_batch_size or checked.train_micro_batch_size_per_gpu
         engine = assemble(
             blueprint,
@@ -96,6 +99,7 @@ def initialize(
             trial=trial,
         )
         if isinstance(optimizer, torch.optim.Optimizer):
+            # A weak reference: the optimizer is the user's, and may outlive the engine.
             patches.hook(optimizer.register_step_pre_hook(partial(_step_in_its_place, weakref.ref(engine))))
         return engine
     except BaseException:
@@ -139,6 +143,7 @@ def _step_in_its_place(
     engine, name = reference(), f"{type(optimizer).__name__}.step()"
     if engine is None or any(one is not None for one in (*args[1:], *kwargs.values())):  # the first is the optimizer
         raise StateError(BY_HAND.format(what=name))
+    # In the middle of a step `Engine.step` does nothing. For a step of torch's optimizer that would be silent.
     before = engine.global_step
     engine.step()
     if engine.global_step == before:
@@ -159,10 +164,13 @@ def _freeze(module: nn.Module, patches: ModelPatches) -> None:
 def _prepare_process(config: Config, world: World) -> Config:
     """Apply process settings of the config, and return the config resolved for this world."""
     if world.device.type == "cpu":
+        # Else glibc gives memory back to the system, and its pages fault in each step: see "The heap and huge pages" in
+        # docs/log.md.
         keep_heap()
     resolved = config.resolve(world.size, first_world_size(os.environ, world.size))
     world.watch(resolved.communication.step_timeout_seconds)
     if resolved.seed is not None:
+        # Before the model is built: a callable draws its values after this.
         torch.manual_seed(resolved.seed)
     _log_notes(world, [*alone_note(world), *(f"config: {note}" for note in resolved.short_notes)])
     return resolved
@@ -181,6 +189,7 @@ def _blueprint(
     batch = sample_batch
     sample = None if batch is None else lambda model: loss_of(call(model, batch), batch, loss_fn)
     split = agreed_split(world, config, module, sample)
+    # A collective, so it must not stand inside of `no_rank_alone`.
     num_hosts = world.num_hosts
     with no_rank_alone(world, "lowtide.initialize"):
         blueprint = Blueprint.of(

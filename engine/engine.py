@@ -64,27 +64,33 @@ class Engine(ModuleFacade):
         self._steps = parts.steps
         self._state = TrainingState(parts.config, parts.optimizer, parts.learning_rates, self._steps.scale.loss_scaler)
         parts.runner.watch_backwards(self._steps, self._call_guard)
+        # An engine that does not train has no gradients to clip, so torch's functions are not replaced.
         if parts.optimizer.param_groups:
             parts.patches.callback(clip_calls.listen(self._clip_as_torch))
         self._register_groups(FrozenValues())
+        # Not `save_checkpoint`: a checkpoint that is due is saved inside of `step`, which holds the turn.
         parts.save = weakref.WeakMethod(self._save_checkpoint)
         self._added_groups = parts.added_groups
         parts.optimizer.listen(self._add_param_group)
-        self._closing = ExitStack()  # the last one first
+        self._closing = ExitStack()
+        # The last callback runs first: patches, since hooks use the optimizer and stores. The mesh, which all use, is
+        # closed at the end.
         for close in (self._mesh.close, *reversed(parts.close_last), self.optimizer.close, parts.patches.close):
             self._closing.callback(close)
         self._closing.callback(self._features.close)
         self._closing.callback(self._call_guard.close)
+        # The callbacks must not refer to this engine: `ModelPatches` closes an engine that was collected while open.
         parts.patches.belongs_to(self, self._closing.close)
         for module in parts.module.modules():
             parts.patches.override(module, "__reduce_ex__", refuse_copy)
         own_storages = partial(give_own_storages, parts.runner.passes.units)
         parts.patches.hook(parts.module.register_state_dict_post_hook(own_storages))  # type: ignore[no-untyped-call]
+        # Recordings of the first step begin here: no `step` precedes it.
         for feature in self._features.before_next_step:
             feature(0)
         self._progress.stop_clock(Activity.BEFORE_FIRST_STEP)
 
-    # -- who and where --------------------------------------------------------------------------------------------
+    # -- ranks, devices and counts --------------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -194,6 +200,7 @@ class Engine(ModuleFacade):
             with self._mesh.error_broadcast.passes():
                 self._runner.train(self._steps, batch)
         except BaseException:
+            # Also for errors in forwards, loaders and features: only errors in backwards reach `abort_backward`.
             self._steps.forget()
             raise
         return self._step()
@@ -246,6 +253,7 @@ class Engine(ModuleFacade):
                 for end in self._features.after_step:
                     end(state.global_step, result)
             except SystemExit:
+                # The script ends here (a trial, or a checkpoint on SIGTERM), while all ranks are at the same place.
                 self._close()
                 raise
             for begin in self._features.before_next_step:
@@ -270,6 +278,7 @@ class Engine(ModuleFacade):
                     losses = self._runner.evaluate(self._steps, batch)
             finally:
                 self.module.train(was_training)
+            # Forwards above agree by themselves. Only the mean is a call that ranks without data have to repeat.
             with self._steps.join.together(Call.EVALUATION) as num_ranks:
                 return mean_over_ranks(self._mesh, losses, num_ranks)
 
@@ -384,11 +393,13 @@ class Engine(ModuleFacade):
         if self._steps.accumulated.num_microbatches:
             self._steps.join.check_outside("engine.zero_grad() in the middle of a step")
         self._steps.refuse_more("engine.zero_grad()")
+        # Graphs of forwards before this call may still be differentiated: their parameters stay.
         self._steps.forget(ends_graphs=False)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """A context in which no parameter of the engine requires a gradient. Inputs still get gradients."""
+        # Only these, so that parameters that the caller has frozen stay frozen at the end.
         trained = [param for param in self.module.parameters() if param.requires_grad]
         for param in trained:
             param.requires_grad_(False)
@@ -421,6 +432,7 @@ class Engine(ModuleFacade):
             raise ValueError(NO_JOIN_BY_LAYERS)
         with self._mesh.error_broadcast.call("engine.join()", is_context=True), self._steps.join.opened():
             yield
+            # Not in a `finally`: after an error this rank leaves, and must not take part in further calls.
             with self._call_guard.of("engine.join()"):
                 for call in self._steps.join.calls_without_data():
                     self._take_part(call)
@@ -450,6 +462,7 @@ class Engine(ModuleFacade):
             raise ValueError(f'engine.agree: expected how="any" or "all", found {how!r}')
         with self._steps.join.together(Call.AGREEMENT) as num_ranks:
             count = self._count(bool(flag))
+        # `num_ranks` leaves out ranks without data (`join`), which add 0.
         return count == num_ranks if how == "all" else count > 0
 
     def _count(self, flag: bool) -> int:
@@ -502,6 +515,7 @@ class Engine(ModuleFacade):
 
         All ranks must call it. Raises ValueError as `load_weights`, which reads files, each rank only its shards.
         """
+        # Gradients of a step that has begun belong to the weights of before.
         self._steps.forget()
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
             self._archive.load_state_dict(state_dict, strict)
@@ -704,6 +718,7 @@ class Engine(ModuleFacade):
             )
         self._steps.refuse_more("engine.save_checkpoint()")  # what the step's last backward has updated already
         if any(forbids("checkpoint") for forbids in self._features.forbids_files):
+            # A trial writes nothing, but the script goes on with a tag.
             return tag or f"global_step{self.global_step}"
         for flush in self._features.before_save:
             flush()
@@ -746,7 +761,9 @@ class Engine(ModuleFacade):
                 self._close()
 
     def _close(self) -> None:
+        # On the way out `_closing` runs all its callbacks, even if the update or the wait raises.
         with self._closing:
+            # Added last, so it runs first: a pending save needs all ranks and their connections.
             self._closing.callback(self._archive.checkpoints.wait)
             self._steps.update.close()
             self._mesh.world.wait_for_device()
@@ -814,7 +831,7 @@ class Engine(ModuleFacade):
         """
         return StepProfile(self._parts, self.global_step, steps)
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- pieces of the calls above --------------------------------------------------------------------------------
 
     def _check_trains(self, call: str) -> None:
         """Raise ValueError if the engine has no optimizer."""
@@ -826,7 +843,7 @@ class Engine(ModuleFacade):
             )
 
     def _register_groups(self, frozen: FrozenValues) -> None:
-        """What knows the groups of parameters as they are now. frozen: what is known of the values."""
+        """Make the archive and the gradients anew, for the present groups. frozen: of the last archive."""
         units, whole, features = self._runner.passes.units, self._runner.whole, self._features
 
         def note_exact() -> None:  # without self: hooks on the model reach it, and must not keep the engine alive

@@ -28,7 +28,7 @@ _DEVICES = ("cpu", "cuda", "xpu", "ipu", "mtia")
 
 
 class ModuleFacade:
-    """The module's parameters, buffers and submodules, and any other attribute that the engine lacks.
+    """Shows the module's parameters, buffers and submodules, and any further attribute that the engine lacks.
 
     Names are the module's, without a prefix. Values of parameters are those of `engine.module`: at stage 3 a parameter
     is released between uses, and `engine.full` and `engine.gathered` show it.
@@ -71,10 +71,12 @@ class ModuleFacade:
         return self.module.named_children()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the module, such as `generate`, if the engine has no such attribute."""
+        """Return an attribute of the module, for example `generate`, if the engine has no attribute of this name."""
+        # `self._module` would call this method again without end.
         module = self.__dict__.get("_module")  # missing while the engine is made
         if module is None or name.startswith("__"):
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        # These would replace the engine's memory: the module's methods are not passed on.
         if name in _TARGETS:
             return partial(self._moved, name)
         try:
@@ -100,6 +102,7 @@ class ModuleFacade:
 
         The same holds for `cpu`, `cuda`, `float`, `double`, `half`, `bfloat16`, `type`, `to_empty` and `share_memory`.
         """
+        # The parser of `nn.Module.to`, so the same calls are understood.
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
         if memory_format is not None:
             raise ValueError(
@@ -111,6 +114,7 @@ class ModuleFacade:
     def _moved(self, call: str, *args: Any, **kwargs: Any) -> Self:
         """Answer a method of the module that casts or moves it."""
         given = (*args, *kwargs.values())
+        # `to_empty` names a device, but the fault is that it drops the values.
         is_said = given and given[0] is not None and call != "to_empty"
         found = given[0] if is_said else _TARGETS[call]
         if call in _DEVICES:
@@ -119,8 +123,10 @@ class ModuleFacade:
 
     def _stay(self, call: str, device: torch.device | None, dtype: Any) -> Self:
         own: torch.device = self.device  # of the engine
+        # An index of None is the current device, which is the engine's: `World.join` has set it.
         is_here = device is None or (device.type == own.type and device.index in (None, own.index))
         tensors = (*self.module.parameters(), *self.module.buffers())
+        # A module's casts change floating-point tensors alone. If all have the dtype, the call changes nothing.
         is_cast = dtype is not None and any(one.is_floating_point() and one.dtype != dtype for one in tensors)
         if not is_here or is_cast:
             raise ValueError(

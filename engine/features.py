@@ -18,12 +18,14 @@ from .step.self_checks import SavedActivations, SequenceCheck, SplitCheck
 from .trial import Trial
 
 FEATURES: tuple[type[StepFeature], ...] = (
+    # Before `DueCheckpoints`: a checkpoint of this step has the rates of the next step.
     LearningRates,
     LossScaleUpdate,
     OffloadedStates,
     AveragedWeights,
     GradientPlaceholders,
     ModelGuard,
+    # Sets `is_void` before the two checks of forwards ask it.
     BatchConsistencyCheck,
     PipelineRunner,
     SequenceCheck,
@@ -36,7 +38,9 @@ FEATURES: tuple[type[StepFeature], ...] = (
     StepProfile,
     ProfileSection,
     MemoryReports,
+    # After all features with a state: the checkpoint has their state after this step.
     DueCheckpoints,
+    # Last, as it ends the script: the features above have seen the step.
     Trial,
 )
 """Each moment of a step calls them in this order. A feature that is off is not called."""

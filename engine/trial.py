@@ -43,6 +43,7 @@ from .step.parts import Parts
 VARIABLE = "LOWTIDE_TRIAL"
 _WRITERS = ("tensorboard", "wandb", "csv_monitor", "profile", "flops_profiler", "comms_logger")
 _NEVER_IN_A_TRIAL = ("checkpoint", "memory_report", *_WRITERS)
+# And not the first step, which makes the optimizer's states.
 _RECORDED = 2  # a step that is not timed
 
 
@@ -93,6 +94,7 @@ class Trial(StepFeature):
         Raises ValueError if the variable names no request file.
         """
         path = os.environ.get(VARIABLE)
+        # An engine without an optimizer (a teacher) is not the training that is tuned.
         if path is None or (optimizer is None and Config.load(config, fill=fill).optimizer is None):
             return None
         try:
@@ -134,6 +136,7 @@ class Trial(StepFeature):
         sample_batch: Any,
     ) -> None:
         """Write the best plans, or why there are none, and end the script. A collective."""
+        # A collective, so all ranks ask it before rank 0 plans alone.
         num_hosts = world.num_hosts
         if world.rank == 0:
             try:
@@ -142,6 +145,7 @@ class Trial(StepFeature):
                 traceback.print_exc()
                 found = {"failure": str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"}
             _write(Path(self.request.result), found)
+        # The other ranks wait here while rank 0 plans, so that all ranks end together.
         world.broadcast_object(None)
         raise SystemExit(0)
 
@@ -162,6 +166,7 @@ class Trial(StepFeature):
         )
         kept = {key: self.config[key] for key in _NEVER_IN_A_TRIAL if key in self.config}
         for one in found["best"]:
+            # A trial drops sections that write. The configs that it proposes are for the user, so they have them again.
             one["config"] |= kept
         if found["given"] is not None:
             found["given"]["config"] = self.config
@@ -202,6 +207,7 @@ class Trial(StepFeature):
     def after_step(self, step: int, result: StepResult) -> None:
         """Note the time of the step. The last step of the trial raises SystemExit."""
         is_last = len(self._ends) == self.request.warmup + self.request.steps - 1
+        # Only at the end: a wait in each step would measure a slower training than the user's.
         if is_last and self._world is not None and self._world.device.type != "cpu":
             torch.accelerator.synchronize(self._world.device)
         self._ends.append(time.monotonic())
@@ -219,6 +225,8 @@ class Trial(StepFeature):
     def _finish(self) -> None:
         """Write the measured times, once."""
         assert self._world is not None
+        # The end of the last untimed step is the beginning of the first timed step. Of the first step no beginning is
+        # known.
         timed = self._ends[max(self.request.warmup, 1) - 1 :]
         if self._is_written or self._world.rank:
             return
@@ -239,6 +247,7 @@ class Trial(StepFeature):
 
 
 def _write(path: Path, values: Mapping[str, Any]) -> None:
+    # `lowtide tune` never reads half a file: the name comes with the rename.
     part = path.with_name(f"{path.name}.part")
     part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
@@ -256,10 +265,12 @@ def laid_over(config: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
     """
     kept = dict(own)
     if any(config.get(key) is not None for key in BATCH_KEYS):
+        # The three sizes are an equation: two of one config and the third of another need not fit.
         kept = {key: value for key, value in kept.items() if key not in BATCH_KEYS}
     merged = dict(kept)
     for key, value in config.items():
         before = merged.get(key)
+        # Parameters of two types of optimizer do not mix.
         is_whole = key in ("optimizer", "scheduler")
         both = isinstance(value, Mapping) and isinstance(before, Mapping)
         merged[key] = laid_over(value, before) if both and not is_whole else value  # type: ignore[arg-type]  # both

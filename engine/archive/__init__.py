@@ -1,1 +1,1 @@
-"""What a training is on disk: checkpoints and plain weights of an engine."""
+"""A training on disk: checkpoints and plain weights of an engine."""

@@ -57,6 +57,7 @@ def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
     infos: dict[str, TensorInfo] = {**catalog.parameters, **catalog.buffers}
     stand_ins = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
     name_of = {id(value): name for name, value in stand_ins.items()}
+    # Names of a tied parameter get the same stand-in, as they are the same tensor in a real state_dict.
     by_name = {name: stand_ins.get(catalog.aliases.get(name, name)) for name in state.whole.names}
     known = {name: value for name, value in by_name.items() if value is not None}
     computed = [f"the embeddings of {config.peft_type.value}"] if config.is_prompt_learning else []
@@ -70,7 +71,7 @@ def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
             "engine.export(adapters_only=True): expected an adapter that consists of parameters of the model, found "
             f"{computed[0]}, which PEFT computes; save it from engine.state_dict()"
         )
-    prefix = "" if isinstance(module, peft.PeftModel) else _WRAPPED  # transformers' own add_adapter wraps nothing
+    prefix = "" if isinstance(module, peft.PeftModel) else _WRAPPED  # add_adapter of transformers wraps nothing
     names = {name_of[id(value)]: prefix + name for name, value in found.items()}
     return AdapterFile("" if adapter == "default" else adapter, names, {_CONFIG: _content_of(config, module)})
 
@@ -78,11 +79,13 @@ def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
 def _content_of(config: Any, module: Any) -> Any:
     """Return the JSON that PEFT writes for an adapter's config."""
     config = copy.deepcopy(config)
+    # As PEFT's `save_pretrained` does: an adapter that is loaded is frozen unless the user asks for more.
     config.inference_mode = True
     base = module.get_base_model() if hasattr(module, "get_base_model") else module
     if config.base_model_name_or_path is None:
         config.base_model_name_or_path = getattr(base, "name_or_path", None) or None
     mapping = None
+    # Without a task type PEFT needs the class of the base model, to load an adapter by its folder alone.
     if config.task_type is None:
         mapping = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
     # Through a file, as only `save_pretrained` makes JSON of it: `to_dict` still has sets.
@@ -114,6 +117,7 @@ class MergedModel:
         kept: dict[str, str] = {}  # prefix of names -> prefix of the names that replace them
         for name, part in module.named_modules():
             if isinstance(part, ModulesToSaveWrapper):
+                # PEFT trains a copy of such a module. The copy replaces the original under its name.
                 inner = f"modules_to_save.{part.active_adapter}" if part.active_adapters else "original_module"
                 kept[f"{name}."] = f"{name}.{inner}."
             elif isinstance(part, AuxiliaryTrainingWrapper) or (
@@ -142,13 +146,13 @@ class MergedModel:
         return name.removeprefix(_WRAPPED)
 
     def layers_of(self, names: Collection[str]) -> list[Any]:
-        """Return the adapted layers that have a parameter with one of these names."""
+        """Return the adapted layers that have a parameter with any of these names."""
         return [layer for prefix, layer in self._layers if any(name.startswith(prefix) for name in names)]
 
 
 @contextmanager
 def merged(layers: Sequence[Any]) -> Iterator[None]:
-    """Merge the adapters into the layers' weights, which must be full, and undo it at the end of the context."""
+    """Merge the adapters into the layers' full weights, and undo it at the end of the context."""
     done: list[Any] = []
     try:
         for layer in layers:
@@ -157,4 +161,6 @@ def merged(layers: Sequence[Any]) -> Iterator[None]:
         yield
     finally:
         for layer in done:
+            # Subtracting an adapter does not restore the bits of a weight. The weights are private copies, so nothing
+            # is lost.
             layer.unmerge()

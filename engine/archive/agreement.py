@@ -17,6 +17,7 @@ def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
     found: Exception | None = None
     try:
         yield
+    # Not BaseException: after Ctrl-C this rank must not wait in a collective for the other ranks.
     except Exception as error:
         found = error
     raise_together(world, found, what, hint)
@@ -28,6 +29,7 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
     try:
         causes = _causes(world.gather_objects(own))
     except CollectiveError as lost:
+        # The fault of this rank may be why the other rank has left, so the text has both.
         raise CollectiveError(f"{what}: {lost}" + (f" On this rank it failed: {own}." if own else "")) from lost
     if causes:
         raise CheckpointError(f"{what} failed on {causes}" + (f". {hint}" if hint else "")) from error
@@ -50,6 +52,8 @@ def no_rank_alone(world: World, what: str) -> Iterator[None]:
         raise found
     failed = [report for report in reports if report is not None]
     if failed:
+        # OffloadError tells the caller that there is too little room. If any rank has another cause, more room does not
+        # help.
         kind = OffloadError if all(is_offload for _, is_offload in failed) else RuntimeError
         raise kind(f"{what} failed on {_causes([report and report[0] for report in reports])}")
 

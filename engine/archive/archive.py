@@ -36,7 +36,7 @@ class Archive:
         frozen: FrozenValues,
         note_exact: Callable[[], None],
     ) -> None:
-        """units: of this rank. whole: describes the model of which `module` is a part. frozen: kept by the engine.
+        """units: of this rank. whole: describes the whole model; `module` may be a part. frozen: kept by the engine.
 
         note_exact: as of `FullValues`.
         """

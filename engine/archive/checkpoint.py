@@ -91,11 +91,13 @@ class Checkpointer:
         """
         self.wait()  # an earlier save may have the same tag, and `_under_way` holds a single job
         has_own_tag = tag is not None
+        # A tag that a script makes of the time differs between ranks.
         tag = str(self._world.broadcast_object(tag if tag is not None else f"global_step{step}"))
         what = f"saving checkpoint '{tag}' to {display_path(folder)}"
         with all_or_none(self._world, what, _INTACT):
             target = CheckpointFolder(folder)
             own_state = self._own_state(client_state)
+            # Parameter names by group: a later run may have the groups in another order.
             rates = {**training["learning_rates"], "members": list(map(list, self._named.option_groups))}
             encoded = encode({**training, "learning_rates": rates}, "training")
         states = self._state_dtypes()
@@ -103,7 +105,7 @@ class Checkpointer:
         names = self._optimizer_names(bool(states))
         manifest = self._manifest(tag, has_own_tag, step, encoded, states, left_out)
         # Each block ends when all ranks have come to its end: the folder exists before any rank writes into it, and all
-        # parts are on the disk before rank 0 commits. An error of one rank is an error of all, so all come to `except`.
+        # parts are on the disk before rank 0 commits. An error of a rank is an error of all, so all come to `except`.
         with all_or_none(self._world, what, _INTACT):
             saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
         commit = partial(self._commit, target, manifest, names, is_latest) if self._world.rank == 0 else None
@@ -123,6 +125,7 @@ class Checkpointer:
             self._discard(target, tag)
             raise
         if snapshot is not None:
+            # Rank 0's thread waits for the parts of these processes, unless they are known to be dead.
             processes = self._world.gather_objects(WritingProcess.this())
             self._under_way = SaveJob(saving, processes, write, commit), target, tag
         return tag
@@ -167,6 +170,8 @@ class Checkpointer:
         what = f"saving checkpoint '{tag}' to {folder.path}"
         job.wait_written()
         try:
+            # Parts first: without the part of a failed rank, rank 0's thread would wait on, and only `cancel` below
+            # ends it.
             raise_together(self._world, job.write_error, what, _INTACT)
             job.wait_committed()
             raise_together(self._world, job.commit_error, what, _INTACT)
@@ -227,6 +232,7 @@ class Checkpointer:
             raise
         changed = "Parameters were read in part: load another checkpoint before you train on."
         in_it = [name for name in self._frozen.infos if name in weights.tensors]
+        # `note_read` compares with these: values that only this checkpoint has must be in the next checkpoint too.
         before = self._frozen.digests(in_it) if self._config.checkpoint.exclude_frozen_parameters else {}
         with all_or_none(self._world, what, hint + changed):
             params = self._named.whole.params
@@ -241,6 +247,7 @@ class Checkpointer:
             checkpoint.averages.read(self._named.averages() if checkpoint.averages.tensors else [], shared)
         self._named.publish()
         self._frozen.note_read(before)
+        # After `publish`: averages that the checkpoint lacks restart from the loaded weights.
         self._restore_averages(training["averages"])
         if training.get("outer") is not None and not self._world.rank:
             logger.warning("%s", _ISLAND_LEFT)
@@ -248,7 +255,7 @@ class Checkpointer:
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
         return Restored(tag, training, checkpoint.manifest.config, own_client_state)
 
-    # -- what is saved --------------------------------------------------------------------------------------------
+    # -- parts of a checkpoint ------------------------------------------------------------------------------------
 
     def _own_state(self, client_state: Mapping[str, Any]) -> dict[str, Any]:
         """Return this rank's state beside tensors."""
@@ -270,6 +277,7 @@ class Checkpointer:
                 found.append(ChunkView(MODEL + name, tuple(buffer.shape), 0, buffer.detach().reshape(-1)))
         if self._world.rank == 0:
             for name, count in self._steps().items():
+                # float32, as torch's optimizers keep `step`.
                 found.append(ChunkView(name, (), 0, torch.tensor([float(count)])))
         return found
 
@@ -323,6 +331,7 @@ class Checkpointer:
         return Manifest(
             tag=tag,
             step=step,
+            # `CheckpointFolder.commit` sets it, when all parts are there.
             saved_at=0.0,
             has_own_tag=has_own_tag,
             versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
@@ -342,7 +351,7 @@ class Checkpointer:
             model_files=model_files(self._named.module, first_floating(catalog.compute_dtypes.values())),
         )
 
-    # -- what is loaded -------------------------------------------------------------------------------------------
+    # -- pieces of `load` -----------------------------------------------------------------------------------------
 
     def _find(self, path: str | os.PathLike[str], tag: str | None) -> tuple[CheckpointFolder, str, str | None]:
         """Return the folder, the tag to load, and the newest other tag, as rank 0 sees the folder."""
@@ -352,6 +361,7 @@ class Checkpointer:
             folder = CheckpointFolder(path)
             if self._world.rank == 0:
                 try:
+                    # Rank 0 alone: on a network disk another rank may not see the newest folder yet.
                     chosen = folder.find(tag)
                     found = (chosen, folder.alternative_to(chosen))
                 except NoCheckpointError as error:
@@ -380,13 +390,14 @@ class Checkpointer:
         if saved == {f"{param}.{state}" for param, found in dtypes.items() for state in found}:
             states.read(own, False)
             return
+        # Residuals belong to the messages of the saved run's ranks. Zeros only make the next message less exact.
         for one in own:
             one.values.zero_()
         if not self._world.rank:
             logger.warning("%s", _ERRORS_LEFT)
 
     def _restore_averages(self, saved: Mapping[str, Any] | None) -> None:
-        """Restore the state of averages whose values were read. saved: the checkpoint's record of them."""
+        """Restore the state of averages after their values. saved: the checkpoint's record of the averages."""
         own = self._optimizer.averages
         if own is not None and saved is not None:
             own.num_updates = saved["num_updates"]
@@ -396,7 +407,8 @@ class Checkpointer:
             logger.warning("%s", _AVERAGES_LEFT if own is None else _AVERAGES_BEGIN)
 
     def _rank_of_origin(self, checkpoint: Checkpoint) -> int:
-        """Return the rank whose private state this rank loads."""
+        """Return the number of the rank that has saved the private state for this rank."""
+        # Each rank has written a file. Another number of ranks has no place for the rest, so all take rank 0's state.
         return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
 
     def _restore_random(self, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:

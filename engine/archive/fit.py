@@ -62,8 +62,8 @@ def check_fits(
             f"run has optimizer {optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
         )
     elif training["num_steps"]:
-        # An optimizer of ours gives each parameter the same states. An optimizer of torch gives what its `step` makes,
-        # and takes any states of its own kind.
+        # An optimizer of ours gives each parameter the same states. The `step` of an optimizer of torch makes any
+        # states, and the class takes any states that it has made.
         each_has_all = not optimizer.can_take(training["optimizer"], ())
         faults += _parameters_without_states(by_name, named, each_has_all)
     if faults:
@@ -74,7 +74,7 @@ def check_fits(
 def states_in(checkpoint: Checkpoint) -> dict[str, dict[str, torch.dtype]]:
     """Return parameter name -> {state: dtype}.
 
-    Without remainders, which belong to the weights, and without states that a single rank had.
+    Remainders are left out, as they belong to the weights. So are states that a single rank had.
     """
     found: dict[str, dict[str, torch.dtype]] = {}
     for full_name, info in checkpoint.states.tensors.items():
@@ -118,6 +118,7 @@ def _parameters_without_states(
         faults += [
             f"'{name}' has no optimizer state in it ({', '.join(sorted(missing))}): it was not trained then"
             for name in group
+            # A parameter without elements has no states.
             if (missing := expected - set(found.get(name, {}))) and math.prod(named.catalog.parameters[name].shape)
         ]
     return faults

@@ -26,7 +26,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class FrozenValues:
-    """What the engine knows of the values of frozen parameters, by name, from the first step on."""
+    """Facts about the values of frozen parameters, by name, from the first step on."""
 
     digests: dict[str, str] = field(default_factory=dict)
     by_hand: set[str] = field(default_factory=set)
@@ -56,6 +56,7 @@ class Frozen:
 
     def to_leave_out(self) -> dict[str, LeftOut]:
         """Return digests of the parameters that came with the model, so need not be written."""
+        # Rank 0's set: `digests` is a collective, and needs the same names on all ranks.
         by_hand = self._mesh.world.broadcast_object(self._values.by_hand)
         digests = self.digests([name for name in self.infos if name not in by_hand])
         return {
@@ -89,6 +90,7 @@ class Frozen:
 
     def note_read(self, before: Mapping[str, str]) -> None:
         """Note that values changed by a checkpoint are in checkpoints alone. before: digests before it was read."""
+        # The weights have changed, so the known digests are of other values.
         self._values.digests.clear()
         after = self.digests(list(before))
         changed = [name for name, digest in before.items() if digest != after[name]]
@@ -100,6 +102,7 @@ class Frozen:
             return {}
         index_of = {name: index for index, name in enumerate(dtypes)}
         sums = [0] * len(dtypes)
+        # `saves`: without replicas each element counts once in the sum over ranks.
         for chunk_view in self._named.weights(saves=True):
             if chunk_view.name in index_of:
                 sums[index_of[chunk_view.name]] += _digest_of(chunk_view, dtypes[chunk_view.name])
@@ -128,6 +131,7 @@ def digest_of(values: Tensor, start: int, dtype: torch.dtype) -> int:
         count = min(count, _NUM_ROWS * _ROW_NUMEL)
         words = values[done : done + count].to(dtype).contiguous().view(_BITS[dtype.itemsize]).to(torch.int64)
         num_rows = -(-count // _ROW_NUMEL)
+        # int64 products and sums wrap modulo 2^64, as the digest is defined.
         by_row = (words.view(num_rows, -1) * columns[column : column + count // num_rows]).sum(1)
         rows = torch.arange(row, row + num_rows, device=values.device)
         # Rows take their factors from numbers behind those of the columns.

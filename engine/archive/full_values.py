@@ -51,6 +51,7 @@ class FullValues:
             group.place(param_shard, values)
         shard = self._shards.get(id(group))
         if shard is not None:
+            # A remainder has the bits that a bfloat16 weight lacks. New values come without them.
             shard.forget_remainders(shard.param_shards.of(index))
         if shard is not None and shard.form.is_mixed:
             for param_shard in shard.param_shards.of(index):
@@ -133,15 +134,17 @@ class FullValues:
     def _full(
         self, params: Sequence[nn.Parameter], as_long_as: Callable[[], bool]
     ) -> Iterator[tuple[list[ShardedGroup], set[int]]]:
-        """Yield the parameters' groups, which are full inside, and the ids of the wanted parameters. None: all."""
+        """Yield the parameters' groups, full inside the context, and the ids of the wanted parameters. Empty: all."""
         wanted = {id(param) for param in params}
         known = {id(param) for group in self._groups for param in group.params}
+        # In a pipeline an unknown parameter may be in another stage.
         if wanted - known and self._mesh.has_whole:
             raise ValueError(
                 f"gathered: expected parameters of the engine's module, found {len(wanted - known)} that are not; "
                 "pass the parameters themselves, for example engine.module.head.weight"
             )
         chosen = [g for g in self._groups if not wanted or any(id(param) in wanted for param in g.params)]
+        # Groups that are full already, as in a nested context, are not released at the end of this context.
         found = [group for group in chosen if group.sharded_state is not ShardedState.UNSHARDED]
         for group in found:
             group.gather()
@@ -161,7 +164,7 @@ class FullValues:
         is_writer = self._mesh.is_first
         values: dict[int, Tensor] = {}
         self.make_copies_exact()
-        # All ranks gather, though only the first keeps values, in host memory. One group is full at a time.
+        # All ranks gather, though only the first keeps values, in host memory. A single group is full at a time.
         for group in self._groups:
             exchange = self._mesh.exchange((*group.plan.sharding.portioned, *self._mesh.parallel_dims.layers))
             was_sharded = group.sharded_state is not ShardedState.UNSHARDED
@@ -173,6 +176,7 @@ class FullValues:
                 if group.plan.sharding.portioned or not param_view.tensor_shard.is_all:
                     whole = put_together(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
+                    # `clone`: on the CPU `cpu()` returns the view of memory that is released next.
                     values[id(param)] = whole.cpu().clone()
             if was_sharded:
                 group.release()
@@ -180,6 +184,7 @@ class FullValues:
             return {}
         found = {
             name: values[id(value)] if id(value) in values else value.detach().cpu().clone()
+            # keep_vars: only the parameters themselves have the ids of `values`.
             for name, value in self._module.state_dict(keep_vars=True).items()
             if isinstance(value, Tensor)
         }
@@ -190,6 +195,7 @@ class FullValues:
         pipe, peers, device = self._mesh.axes["pipe"], self._mesh.peers, self._mesh.world.device
         if pipe.rank:
             infos = [(name, tuple(value.shape), value.dtype) for name, value in own.items()]
+            # Point to point, and waited for: the first stage receives the tensors of each stage in this order.
             peers.send_object(infos, 0, 0, "the names for state_dict").wait()
             for name, value in own.items():
                 peers.send(value.to(device).contiguous(), 0, 0, f"'{name}' for state_dict").wait()
@@ -283,6 +289,7 @@ def give_own_storages(
     flat = {group.full.untyped_storage().data_ptr() for group in groups if not group.frees_memory}
     own: dict[tuple[int, int], UntypedStorage] = {}  # by (address, bytes): tied parameters share a storage
     for value in state_dict.values():
+        # With keep_vars the values are the parameters themselves, which must stay views of the flat buffer.
         if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
             continue
         storage = value.untyped_storage()

@@ -24,7 +24,7 @@ class Catalog:
 
     parameters: Mapping[str, TensorInfo]  # shape, and dtype of the most precise copy
     compute_dtypes: Mapping[str, torch.dtype]  # of the parameters
-    buffers: Mapping[str, TensorInfo]  # persistent ones
+    buffers: Mapping[str, TensorInfo]  # those that are persistent
     aliases: Mapping[str, str]  # further names of tied parameters -> first name
     state_keys: Mapping[str, StateKey]  # trained parameter -> key of its states' descriptions
 
@@ -59,7 +59,7 @@ class NamedState:
         mesh: Mesh,
         whole: UnsplitModel,
     ) -> None:
-        """A collective. units: of this rank. whole: describes the model of which `module` is all or a part."""
+        """A collective. units: of this rank. whole: describes the whole model; `module` may be a part."""
         self.module = module
         self.units = units
         self.groups = [group for unit in units for group in unit.groups]
@@ -69,6 +69,7 @@ class NamedState:
         self.whole = whole
         self.catalog = self._own_catalog()
         if not mesh.has_whole:
+            # Ranks of the same stage have equal catalogs, with the shapes of whole tensors. So a single rank sends it.
             own = self.catalog if mesh.is_first else None
             parts = [vars(part) for part in mesh.world.gather_objects(own) if part is not None]
             # The stages of a pipeline in their order, since the files list tensors in the model's order.
@@ -131,6 +132,7 @@ class NamedState:
         for group in self.groups:
             shard = None if rounded else self.shards.get(id(group))
             if shard is not None and changes:
+                # Remainders are the low bits of the weights before. A reader sets them again, if the file has them.
                 shard.forget_remainders(shard.param_shards)
             for param_shard in group.param_shards if shard is None else shard.param_shards:
                 low = param_shard.offset_in_shard
@@ -142,7 +144,7 @@ class NamedState:
         return chunk_views
 
     def full_parts(self, unit: Unit) -> list[ChunkView]:
-        """Return this rank's ranges of a unit's parameters, read from full parameters, which may be copies."""
+        """Return this rank's ranges of a unit's parameters, read from full parameters (or copies of these)."""
         return [
             chunk_view
             for group in unit.groups
@@ -182,7 +184,7 @@ class NamedState:
 
     @property
     def has_replicas(self) -> bool:
-        """Return True if other ranks have the same ranges of anything."""
+        """Return True if any range of this rank is also on another rank."""
         return any(group.axes.replicas.size > 1 for group in self.groups)
 
     def publish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
@@ -190,6 +192,7 @@ class NamedState:
 
         groups: the changed groups; None: all.
         """
+        # Changes of 8-bit values are in a float32 copy until here.
         self.optimizer.flush()
         groups = self.groups if groups is None else groups
         for shard in [self.shards[id(group)] for group in groups if id(group) in self.shards]:
@@ -222,6 +225,8 @@ def chunk_views_of(
         axis = group.axes.replicas
         # Replicas have the same values, so each writes an equal part of them: all disks and links work.
         low, high = (param_shard.numel * place // axis.size for place in (axis.rank, axis.rank + 1))
+        # Of ranks with equal copies (tied weights of stages, whole layers beside split layers) only the first saves
+        # them.
         if not group.axes.is_counted or low == high:
             return []
     first = param_shard.offset_in_param + low
@@ -239,14 +244,14 @@ def chunk_views_of(
     ]
 
 
-# -- portions: between the whole of a tensor and what lies in the memory of a rank ------------------------------------
+# -- portions: between a whole tensor and the part in the memory of a rank --------------------------------------------
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
 def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
-    """Return the whole tensor, on each rank, of which the ranks of an axis have portions. A collective.
+    """Return the whole tensor on each rank of an axis, from the portions of these ranks. A collective.
 
     is_counted: False if another rank gives the same values.
     """

@@ -60,6 +60,7 @@ class ParameterValues:
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             parts = self._parts(place, state, what)
+        # After the checks of all ranks: `_collected` is a collective, and a rank that has raised would not come.
         return self._collected(place, parts)
 
     def local(self, param: nn.Parameter | str, state: str | None, what: str) -> Tensor:
@@ -105,6 +106,7 @@ class ParameterValues:
         parts = self._gradient_parts(place)
         if is_local:
             return _flat(parts, place.dtype, self._mesh.world.device).mul_(factor)
+        # A rank may hold a part of the shard without having used the parameter, so the ranks count.
         used = place.group is not None and place.index in self._shards[id(place.group)].gradient.used
         count = torch.tensor([int(used)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, what)):
@@ -131,6 +133,7 @@ class ParameterValues:
         if len(set(self._mesh.world.gather_objects(value is None))) > 1:
             raise ValueError(f"{what}: expected None for '{place.name}' on all ranks or on none, found both")
         if value is None:
+            # Zeros for the norm: the update leaves out an unused parameter by its mark, not by its value.
             values: Sequence[Tensor] = [torch.zeros(()) for _ in parts]
         elif is_local:
             values = torch.split(value.detach(), sizes)
@@ -140,7 +143,7 @@ class ParameterValues:
         for (_, memory), own in zip(parts, values, strict=True):
             reduced = values_of(memory)
             assert place.group is not None
-            # A 1-bit optimizer has a term of the sum on each replica: each takes an equal one.
+            # A 1-bit optimizer has a term of the sum on each replica, so each replica takes an equal part.
             num_terms = 1 if self._optimizer.sums_gradients else place.group.axes.replicas.size
             reduced.copy_(own.to(device=reduced.device, dtype=place.dtype) / (factor * num_terms))
         if place.group is not None:
@@ -158,7 +161,7 @@ class ParameterValues:
         self._optimizer.by_parameter.reset({one.name: self._named.whole.params[one.name] for one in places}, what)
         self._optimizer.flush()
 
-    # -- pieces of it ---------------------------------------------------------------------------------------------
+    # -- pieces of the calls above --------------------------------------------------------------------------------
 
     def _place_of(self, param: nn.Parameter | str, what: str) -> _Place:
         """Find a parameter. Raise ValueError if it is no parameter of the model."""
@@ -255,6 +258,7 @@ class ParameterValues:
         if not int(self._mesh.sum_small(torch.tensor([int(is_used)], dtype=torch.int64, device=device), what)):
             return None
         whole = torch.zeros(place.shape, dtype=place.dtype, device=device)
+        # Of ranks with equal copies only the first gives its term.
         if group is not None and group.axes.is_counted:
             tensor_shard = group.layout.param_views[place.index].tensor_shard
             whole = tensor_shard.put(own.view(tensor_shard.shape))
@@ -266,6 +270,7 @@ class ParameterValues:
         whole = torch.zeros(math.prod(place.shape), dtype=place.dtype, device=device)
         for param_shard, memory in parts:
             assert place.group is not None
+            # `saves`: `assemble` adds the parts of all ranks, so replicas must not give the same elements.
             for chunk_view in chunk_views_of(place.group, param_shard, "", memory, saves=True):
                 start = 0
                 for low, high in chunk_view.flat_ranges():
@@ -298,6 +303,7 @@ def _values(param: Tensor, param_shard: ParamShard) -> Tensor:
 
 def _flat(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a copy of all parts, concatenated."""
+    # A copy, since a stored range is valid only until the next range is opened.
     values = [values_of(memory).detach().to(device=device, dtype=dtype, copy=True) for _, memory in parts]
     return torch.cat(values) if values else torch.empty(0, dtype=dtype, device=device)
 

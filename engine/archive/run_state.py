@@ -30,7 +30,7 @@ def random_state(device: torch.device) -> Any:
 def read_random_state(encoded: Any, device: torch.device) -> dict[str, Any]:
     """Return a result of `random_state` for `set_random_state`. Raise ValueError if a generator refuses it."""
     states = decode(encoded, "random state")
-    # Tried on generators of their own: a refused state must leave the run's generators as they are.
+    # Tried on new generators: a refused state must leave the run's generators as they are.
     try:
         random.Random().setstate(states["python"])
         np.random.RandomState().set_state(states["numpy"])
@@ -52,7 +52,7 @@ def set_random_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def encode_client_state(state: Mapping[str, Any]) -> Any:
-    """Return the caller's state as JSON. An object with `state_dict()`, such as a loader, is saved by it.
+    """Return the caller's state as JSON. An object with `state_dict()` (a loader, say) is saved by that method.
 
     Raises ValueError, with the place, for any other value that is no plain data.
     """
@@ -83,7 +83,7 @@ class _TrainingContent(FileContent):
     learning_rates: LearningRates
     loss_scaler: LossScaler
     averages: Averages | None = None  # of weights; missing in earlier versions
-    outer: dict[str, Any] | None = None  # of an island, which earlier versions had
+    outer: dict[str, Any] | None = None  # of an island, a feature of earlier versions
 
 
 def read_training(encoded: Any) -> dict[str, Any]:
@@ -136,11 +136,12 @@ def in_own_groups(
     by group index, which would then be of other groups.
     """
     saved = training["learning_rates"]
+    # An earlier version has saved no names, so groups are compared by their index (`check_options`).
     if saved.get("members") is None or not len(saved["members"]) == len(saved["options"]) == len(saved["base"]):
         return training, dict(scalars)
     group_of = {name: number for number, names in enumerate(saved["members"]) for name in names}
-    # Merged groups must have had the same options. The base of the schedule counts as one: it may differ where the
-    # present rates are equal, as at the start of a warmup.
+    # Merged groups must have had the same options. The base of the schedule counts as an option: it may differ while
+    # the present rates are equal, as at the start of a warmup.
     said = [
         {**options, "the first learning rate": base}
         for options, base in zip(saved["options"], saved["base"], strict=True)
@@ -200,7 +201,7 @@ def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, An
 
 
 def _is_alike(value: Any, own: Any) -> bool:
-    """Return False if only one of the two is a number, or numbers."""
+    """Return False if exactly one value is a number, or a list of numbers."""
     if isinstance(own, (tuple, list)) and isinstance(value, (tuple, list)):
         return len(own) == len(value) and all(map(_is_alike, value, own))
     numbers = (bool, int, float, torch.Tensor, type(None))
@@ -210,7 +211,7 @@ def _is_alike(value: Any, own: Any) -> bool:
 
 
 def load_states(registered: Mapping[Any, Any], saved: Mapping[Any, Any], undo: ExitStack) -> None:
-    """Load what was saved into the caller's objects that have a `load_state_dict`, by key.
+    """Load saved states, by key, into the caller's objects that have a `load_state_dict`.
 
     undo: gets callbacks that load their present states again.
     """
@@ -219,6 +220,8 @@ def load_states(registered: Mapping[Any, Any], saved: Mapping[Any, Any], undo: E
         if not hasattr(one, "load_state_dict") or state is None:
             continue
         if hasattr(one, "state_dict"):
+            # Before the load, so that a load that fails halfway is undone too. A copy, since a state_dict may hold live
+            # objects.
             undo.callback(one.load_state_dict, copy.deepcopy(one.state_dict()))
         one.load_state_dict(state)
 
@@ -239,5 +242,6 @@ def restore_options(
             "optimizer.params.%s: %s as the config says now, not %s as saved", key, config_now[key], config_then[key]
         )
     for group, options in zip(groups, saved, strict=True):
+        # A scheduler of the saved run may have added keys, for example `initial_lr`, that this run's groups lack.
         group.update({key: value for key, value in options.items() if key in group and key not in changed})
     return changed

@@ -13,8 +13,10 @@ from ...checkpoint.folder import WritingProcess
 from ...comm import CollectiveError
 from ...watch.log import logger
 
+# A look at the folder costs a system call for each rank, a look at processes reads /proc.
 _POLL_SECONDS = 0.005
 _LIVENESS_SECONDS = 0.2
+# Of processes on other hosts, which may still write when this script ends.
 _SECONDS_AFTER_EXIT = 60.0
 _SECONDS_AFTER_LOST_RANKS = 5.0
 
@@ -98,12 +100,15 @@ class SaveJob:
             dead = [rank for rank in self._missing() if self._processes[rank].is_dead]
             if lost := sorted({*dead} & {*self._missing()}):  # a process may have written its part before it died
                 raise CheckpointError(f"ranks {lost} died before their parts were written")
+            # The script has ended, and the interpreter waits for this thread: nobody calls `wait` any more.
             if deadline is None and not threading.main_thread().is_alive():
+                # The interpreter keeps the error that ended the script in `sys.last_value`.
                 has_lost_ranks = isinstance(getattr(sys, "last_value", None), CollectiveError)
                 deadline = time.monotonic() + (_SECONDS_AFTER_LOST_RANKS if has_lost_ranks else _SECONDS_AFTER_EXIT)
             if deadline is not None and time.monotonic() > deadline:
                 raise CheckpointError(f"the parts of ranks {self._missing()} never came")
 
     def _missing(self) -> list[int]:
-        """The ranks whose parts are not complete."""
+        """Return the ranks without a complete part."""
+        # `write_part` writes the index file last, so a part with an index file is complete.
         return [rank for rank in range(len(self._processes)) if not (self._folder / index_name(rank)).exists()]

@@ -80,7 +80,7 @@ def export_merged(
 
     Each rank gathers a unit at a time, with the adapted layers that reach into other units, and merges private copies.
     """
-    # parallel.tensor needs no check: A or B is split like the weight, so each rank merges its own part.
+    # parallel.tensor needs no check: A or B is split like the weight, so each rank merges its part.
     split = [name for name in ("pipe", "expert") if state.mesh.axes[name].size > 1]
     if split:
         raise ValueError(
@@ -142,6 +142,7 @@ def _export(
             write(target)
         with all_or_none(world, what):
             if is_first:
+                # In a separate block: rank 0 replaces the earlier export only after all ranks have written.
                 target.publish()
     except BaseException:
         if is_first:
@@ -174,7 +175,7 @@ def load_weights(state: NamedState, path: str | os.PathLike[str], strict: bool =
         wholes = [_whole(name, buffer) for name, buffer in named.items()]
         own = [chunk_view for chunk_view in state.weights(changes=True) if chunk_view.name in match.sources]
         source.read([replace(chunk_view, name=match.sources[chunk_view.name]) for chunk_view in [*own, *wholes]])
-        # `_whole` has copied such a buffer, and `read` has filled the copy.
+        # `_whole` has copied a buffer that is not contiguous, and `read` has filled the copy.
         for buffer, whole in zip(named.values(), wholes, strict=True):
             if not buffer.is_contiguous():
                 buffer.detach().copy_(whole.values.view(buffer.shape))
@@ -206,6 +207,7 @@ def load_state_dict(
     with torch.no_grad():
         for name, source in match.sources.items():
             info = expected[name]
+            # Only rank 0 has values. The other ranks give memory of the same shape and dtype, as a broadcast needs.
             whole = given[source].detach() if world.rank == 0 else torch.empty(info.shape)
             value = world.broadcast_tensor(whole.to(info.dtype))
             if name in buffers:
@@ -222,6 +224,7 @@ def open_source(path: str | os.PathLike[str]) -> TensorSource:
     Raises OSError, ValueError and CheckpointError.
     """
     folder = folder_path(path)
+    # A folder with a manifest is a checkpoint. A folder with `latest` has several.
     if (folder / MANIFEST).exists():
         return Checkpoint(folder).weights
     if (folder / LATEST).exists():
@@ -242,6 +245,7 @@ def model_files(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
         config = copy.deepcopy(config)
         parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", {})]
         for one in [config, *(part for part in parts if part is not None)]:
+            # transformers has renamed the field.
             setattr(one, "dtype" if hasattr(one, "dtype") else "torch_dtype", dtype)
         config.architectures = [type(module).__name__]
         with tempfile.TemporaryDirectory() as folder:
@@ -253,7 +257,7 @@ def model_files(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Any]:
         raise ValueError(f"the model's configuration ({type(config).__name__}) could not be saved: {error}") from error
 
 
-# -- what fits ------------------------------------------------------------------------------------------------------
+# -- the tensors of a model and of a source -------------------------------------------------------------------------
 
 
 @dataclass
@@ -275,6 +279,8 @@ class Match:
         for alias, first in aliases.items():
             names[first].append(alias)
         for first, info in expected.items():
+            # A file may have a tied tensor under any of its names, or under all. The form of each is compared, and the
+            # first is loaded.
             present = [name for name in names[first] if name in found]
             if not present:
                 match.missing.append(f"{' = '.join(names[first])}: expected {_describe(info)}")
@@ -313,7 +319,7 @@ def kind_of(dtype: torch.dtype) -> str:
     return "float" if dtype.is_floating_point else "bool" if dtype == torch.bool else "int"
 
 
-# -- pieces of it ---------------------------------------------------------------------------------------------------
+# -- pieces of the functions above ----------------------------------------------------------------------------------
 
 
 def _write(
@@ -333,6 +339,7 @@ def _write(
     if names is not None:
         chunk_views = _named(chunk_views, names)
     places = plan.places
+    # In file order, so that each file is written from front to back.
     chunk_views.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))
     own_bytes = sum(one.numel * places[one.name].info.dtype.itemsize for one in chunk_views)
     with progress(own_bytes, state.mesh.world.rank == 0) as advance:

@@ -41,6 +41,7 @@ def predict(
     states = shard_size if policy.shards_states else 1
     return ModelStateBytes(
         num_params * param_bytes // (shard_size if policy.frees_parameters else 1),
+        # Stage 1 divides only the states. Between backward and update each rank still has all gradients.
         num_params * gradient_bytes // (states if policy.reduces_every_backward else 1),
         num_params * state_bytes // states,
     )
@@ -53,7 +54,10 @@ def table(
     rows = []
     for count in ranks:
         row = {
-            (size, stage): predict(int(size), stage, count).total_bytes / 1e9 for size in sizes for stage in (1, 2, 3)
+            # 1e9 and not 2^30: the paper counts in powers of ten.
+            (size, stage): predict(int(size), stage, count).total_bytes / 1e9
+            for size in sizes
+            for stage in (1, 2, 3)
         }
         rows.append((count, row))
     return rows
@@ -64,6 +68,8 @@ def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateByt
     parameters, gradients = 0, 0
     for unit in units:
         for group in unit.groups:
+            # A copy that ranks of a host share counts in equal parts, so that the sum over ranks is what the host
+            # holds.
             parameters += group.full_bytes // (group.axes.states.size if group.axes.copies_are_shared else 1)
             parameters += group.bytes_beside
         for gradient in unit.gradients:

@@ -77,7 +77,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Recorder:
         self._handles = [
+            # Global hooks: hooks on each module would have to be undone in the order of `ModelPatches`.
             all_modules.register_module_forward_pre_hook(self._enter_module),
+            # always_call: a forward that raises must leave the stack too.
             all_modules.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -93,6 +95,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._samples:
             raise ValueError("memory: expected a step during the recording, found none; call engine.train_step in it")
         held: dict[int, tuple[int, str]] = {}
+        # Owners at the peak are found by a second run through the events: a copy at each new peak would cost more.
         for key, nbytes, owner in self._events[: self._num_events_at_peak]:
             if nbytes < 0:
                 held.pop(key, None)
@@ -113,12 +116,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A storage that is first seen as an input is older than the recording, and counts as nothing until it is freed.
         for one in tree_leaves((args, kwargs)):
             if isinstance(one, Tensor):
                 self._see(one, "")
         result = func(*args, **(kwargs or {}))
         moment, owner = self._now()
         made = [self._see(one, owner) for one in tree_leaves(result) if isinstance(one, Tensor)]
+        # Only new memory can make a peak.
         if any(made):
             self._take(moment)
         return result
@@ -126,6 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _now(self) -> tuple[str, str]:
         """Return (moment, owner of memory that is made now)."""
         activity, microbatch, unit = self._progress.doing
+        # In a backward a checkpoint runs forwards again. Their memory belongs to the unit that is differentiated.
         name = self._inside[-1] if self._inside and activity is not Activity.BACKWARD else ""
         of = f" of {unit or name}" if unit or name else ""
         place = f", microbatch {microbatch}" if microbatch >= 0 else ""
@@ -134,10 +140,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _see(self, tensor: Tensor, owner: str) -> bool:
         """Return True for a new storage. owner: "" for storages made before the recording, which do not count."""
         storage = tensor.untyped_storage()
+        # torch keeps a single Python object for a storage while anything refers to it, so its id identifies the memory.
         key = id(storage)
         if key in self._alive:
             return False
         nbytes = storage.nbytes() if owner else 0
+        # `_alive` must hold the reference: a weak reference that is dropped calls nothing back.
         self._alive[key] = weakref.ref(storage, partial(self._forget, key, nbytes)), storage.data_ptr(), nbytes
         if nbytes:
             self._events.append((key, nbytes, owner))
@@ -151,6 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _take(self, moment: str) -> None:
         """Keep the held bytes if they are the peak of this moment."""
         gradients = [tensor for unit in self._units for one in unit.gradients for tensor in one.held()]
+        # `measure` counts gradients already. Placeholders have no storage to ask.
         counted = {one.untyped_storage().data_ptr() for one in gradients if not isinstance(one, ReducedGradient)}
         made = sum(nbytes for _, address, nbytes in self._alive.values() if address not in counted)
         states = self._states()

@@ -58,6 +58,7 @@ class MemoryReport:
         """Write folder/memory-rank0.json, which `lowtide report` reads. Raise OSError."""
         path = Path(folder) / f"memory-rank{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
+        # A reader never sees half a file: the name comes with the rename.
         part = path.with_name(f"{path.name}.part")
         part.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
         part.replace(path)
@@ -143,9 +144,11 @@ class MemoryReports(StepFeature):
                 "engine.record_memory(): expected no recording in progress, found a recording; leave it first"
             )
         parts, progress = self._parts, self._parts.mesh.world.progress
+        # The recorder asks it for the moment of the step. It is off unless a launcher or the config reads it.
         progress.turn_on()
         units = parts.runner.passes.units
         self._recorder = Recorder(parts.module, units, self.memory, parts.mesh.slot_bytes, progress)
+        # prepend: it sees the inputs before any other hook of the model can change them.
         self._remove = parts.module.register_forward_pre_hook(self._see, with_kwargs=True, prepend=True).remove
         self._batch = None
         self._recorder.__enter__()
@@ -164,6 +167,7 @@ class MemoryReports(StepFeature):
             self._remove()
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # A description has either form: a model that is called with both cannot be predicted (`why_not`).
         if self._batch is None and not (args and kwargs):
             self._batch = of_whole(described(kwargs or args), self._parts.config.parallel.sequence)
 
@@ -186,6 +190,7 @@ class MemoryReports(StepFeature):
         peak = recorded.peak
         kinds = peak.bytes.keys()
         most = sorted(recorded.samples, key=lambda one: -one.total)[:_MAX_SAMPLES]
+        # The largest moments, but in time order.
         kept = {id(one) for one in most}
         report = replace(
             report,
@@ -201,6 +206,7 @@ class MemoryReports(StepFeature):
 
     def _predicted_states(self) -> dict[str, int]:
         footprint = Footprint(self._parts.blueprint, self._parts.mesh.world.rank)
+        # Asked for a single moment: the gathered peak does not depend on it, and costs a run through the units.
         moments = [footprint.at(moment, gathers=moment is MemoryPhase.REDUCED) for moment in MemoryPhase]
         return {
             "parameter_bytes": max(one.parameters for one in moments) + max(one.gathered for one in moments),

@@ -77,6 +77,7 @@ class TensorboardWriter:
     def write(self, step: int, row: Row) -> None:
         if self._writer is None or step <= self._last:
             self.close()
+            # purge_step hides the events of steps that come again.
             self._writer = self._class(str(self._folder), purge_step=step)
         self._last = step
         for name, value in row.items():
@@ -109,6 +110,7 @@ def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
         import wandb
     except ImportError as error:
         raise _missing("wandb", error) from error
+    # Without a login wandb would ask for a key, and a job without a terminal would wait or fail.
     mode: Any = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.api.api_key:
         mode = "offline"
@@ -160,9 +162,11 @@ class CsvWriter:
         kept: list[dict[str, str]] = []
         if self._path.exists():
             with self._path.open(newline="", encoding="utf-8") as file:
+                # A killed run may have left half a row, in which the reader sets the missing values to None.
                 kept = [row for row in csv.DictReader(file) if None not in row.values() and _is_before(row, step)]
         new = self._path.with_suffix(".new")
         with new.open("w", newline="", encoding="utf-8") as file:
+            # An earlier version may have written other columns.
             table = csv.DictWriter(file, self._columns, restval="", extrasaction="ignore")
             table.writeheader()
             table.writerows(kept)
@@ -178,6 +182,7 @@ def _made(name: str, config: TensorboardConfig | CsvMonitorConfig) -> Path:
     folder = Path(config.output_path, config.job_name)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Asked now, since an error at the first row would come after the first step.
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
     except OSError as error:
@@ -229,6 +234,7 @@ class Monitors(StepFeature):
         flops, world = parts.model_flops, parts.mesh.world
         if flops is None:
             return None
+        # All ranks come here, although only rank 0 has writers: a missing package must end the start on every rank.
         with no_rank_alone(world, "lowtide.initialize"):
             writers = writers_for(parts.config, COLUMNS, world.size) if world.rank == 0 else []
         if not writers:
@@ -263,7 +269,10 @@ class Monitors(StepFeature):
         if samples:
             numbers["speed/samples_per_second"] = samples / seconds
         given = [
-            (rows * length * parts.mesh.data_size, length) for rows, length in self._sizes.values() if rows * length
+            # Rank 0 knows its batch alone. The other data-parallel ranks are taken to have as many tokens.
+            (rows * length * parts.mesh.data_size, length)
+            for rows, length in self._sizes.values()
+            if rows * length
         ]
         self._sizes.clear()
         if given:
@@ -272,6 +281,7 @@ class Monitors(StepFeature):
             numbers["speed/tflops"] = flops / parts.mesh.world.size / seconds / 1e12
             if config.profile.peak_tflops is not None:
                 numbers["speed/mfu"] = numbers["speed/tflops"] / config.profile.peak_tflops
+        # The row of the step before: its loss and norm have reached the host by now, so nobody waits.
         self.before_save()
         tensors = {"train/loss": result.loss, "train/grad_norm": result.grad_norm}
         self._waiting = (step, numbers, {name: OnHost(one) for name, one in tensors.items() if one is not None})
@@ -302,5 +312,6 @@ class Monitors(StepFeature):
         except Exception as error:
             logger.error("%s: writing failed, nothing more is written there: %s", writer.name, error)
             if writer in self._writers:
+                # Removed first: `close` of a broken writer may fail too, and must not be tried again.
                 self._writers.remove(writer)
                 self._try(writer, writer.close)

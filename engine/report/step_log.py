@@ -33,11 +33,13 @@ class StepLog(StepFeature):
         if step % self._every:
             return
         now = time.monotonic()
+        # The first line also counts the seconds since the engine was made.
         rate = self._samples * self._every / max(now - self._since, 1e-9)
         self._since = now
         logger.info(
             "step %d: %sgradient norm %.3f, learning rate %.3g, %s%.1f samples/s",
             step,
+            # No wait: loss and norm were read with the sum of the step, and are on the host.
             "" if result.loss is None else f"loss {result.loss.item():.4f}, ",
             result.grad_norm.item(),
             result.lr,
@@ -65,6 +67,7 @@ class UnusedParts(StepFeature):
         done = counts.num_steps - self._begun
         if 0 <= done < UNUSED_STEPS:
             return
+        # Any other number of steps: a checkpoint was loaded meanwhile, so the count begins again.
         if done == UNUSED_STEPS and counts.unused:
             self._look({p for p in counts.unused if counts.missed[p] - self._missed[p] == UNUSED_STEPS})
         self._begin()
@@ -74,8 +77,10 @@ class UnusedParts(StepFeature):
         self._begun, self._missed = counts.num_steps, Counter(counts.missed)
 
     def _look(self, unused: Collection[int]) -> None:
+        # The user may have frozen a parameter since: then it is unused on purpose.
         trained = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
         numel_of = {self._names[id(p)]: p.numel() for p in trained}
+        # A module with any used parameter counts as used, so the largest module without any is named.
         used = {part for p in trained if id(p) not in unused for part in _modules_of(self._names[id(p)])}
         parts: Counter[str] = Counter()  # the largest unused modules, and single unused parameters
         for name in (self._names[id(p)] for p in trained if id(p) in unused):

@@ -63,6 +63,8 @@ class StepProfile(StepFeature):
         self.is_done = self._left == 0
 
     def before_next_step(self, step: int) -> None:
+        # Not in `after_step`: there a recording of memory still runs, and its mode lies above this mode on torch's
+        # stack.
         if self.is_done:
             self.close()
 
@@ -70,6 +72,7 @@ class StepProfile(StepFeature):
         """End the profile early, and keep what was recorded."""
         if self.is_on:
             self._features.turn_off(self)
+            # In reverse order of the beginning: each `stop` restores what it found.
             self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch's has no types
             self._stop_transfers()
             self._timeline.stop()
@@ -85,7 +88,9 @@ class StepProfile(StepFeature):
         """
         found: dict[str, int] = {}
         for name, operations in self._counter.get_flop_counts().items():
+            # FlopCounterMode calls the model by its class, and the names of its parts begin with that.
             own = "" if name in ("Global", self._root) else name.removeprefix(f"{self._root}.")
+            # "Global" and the class of the model count the same operations: not their sum.
             found[own] = max(found.get(own, 0), int(sum(operations.values())))
         return found
 
@@ -99,6 +104,7 @@ class StepProfile(StepFeature):
         rows = []
         for name in dict.fromkeys([*self._timeline.collectives, *seconds]):
             count, nbytes = self._timeline.collectives[name], self._bytes_of(name)
+            # The time of a collective that never made the host wait is 0: on a device it is in no lane.
             rows.append(Collective(name, count, None if nbytes is None else nbytes * count, seconds.get(name, 0.0)))
         return sorted(rows, key=lambda row: (-(row.message_bytes or 0), -row.seconds))
 
@@ -132,6 +138,7 @@ class StepProfile(StepFeature):
                 "cat": span.lane,
                 "pid": rank,
                 "tid": lanes[span.lane],
+                # Chrome's format counts microseconds.
                 "ts": (span.begin - start) / 1e3,
                 "dur": (span.end - span.begin) / 1e3,
             }
@@ -169,6 +176,7 @@ class StepProfile(StepFeature):
             lines.append(f"  {row.name[:44]:<44} {row.count:>7} {nbytes:>15} {row.seconds:>11.4f}")
         lines.append(f"  {'module':<44} {'flops':>23}")
         for name, flops in self._chosen(module_depth, top_modules):
+            # The end of a long name says more: names of layers begin alike.
             lines.append(f"  {name[-44:] or 'all':<44} {flops:>23,}")
         return "\n".join(lines)
 
@@ -204,12 +212,14 @@ class ProfileSection(StepFeature):
                 profile.save(wanted.folder)
             if profile.is_done and self._parts.mesh.world.rank == 0:
                 logger.info("%s", profile.table(wanted.module_depth, wanted.top_modules))
+        # A profile that the user has begun by `engine.profile` goes on, since two cannot record at once.
         running = self._parts.steps.features.find(StepProfile)
         if step == wanted.step - 1 and not (running is not None and running.is_on):
             self._due = StepProfile(self._parts, step, wanted.steps)
 
     def after_load(self, step: int) -> None:
         if self._due is not None:
+            # A load moves the step number, so the profile of the section begins again if its step is next.
             self._due.close()
         self.before_next_step(step)
 

@@ -271,13 +271,15 @@ class Engine(ModuleFacade):
         for feature in self._features.before_call:
             feature("engine.eval_step()", Access.LOOKS)
         with self._progress.during(Activity.EVALUATION):
-            was_training = self.module.training
+            # The mode of each part: the caller may keep a part in eval mode, for example a frozen batch norm.
+            modes = [(part, part.training) for part in self.module.modules()]
             self.module.eval()
             try:
                 with self._mesh.error_broadcast.passes():
                     losses = self._runner.evaluate(self._steps, batch)
             finally:
-                self.module.train(was_training)
+                for part, was_training in modes:
+                    part.training = was_training
             # Forwards above agree by themselves. Only the mean is a call that ranks without data have to repeat.
             with self._steps.join.together(Call.EVALUATION) as num_ranks:
                 return mean_over_ranks(self._mesh, losses, num_ranks)

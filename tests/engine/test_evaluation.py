@@ -57,6 +57,14 @@ def test_eval_step_is_in_eval_mode_and_keeps_the_mode() -> None:
         assert engine.eval() is engine and not model.training
 
 
+def test_eval_step_keeps_the_mode_of_each_part() -> None:
+    model = models.Mlp()
+    with lowtide.initialize(model, settings(3)) as engine:
+        model.first.eval()  # as a frozen batch norm is kept
+        engine.eval_step(models.vector_batch(0, 8))
+        assert [name for name, part in model.named_modules() if not part.training] == ["first"]
+
+
 def test_what_is_tried_leaves_modes_and_buffers_as_they_were() -> None:
     class Counter(nn.Module):
         count: Tensor

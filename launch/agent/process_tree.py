@@ -70,7 +70,7 @@ def forked(work: Callable[[], int], kept: Collection[int]) -> int:
         if stream is not None:
             with contextlib.suppress(OSError):  # the child would write buffered text a second time
                 stream.flush()
-    # Until the child has its own handlers, a signal to it would wake the parent's loop: the wakeup pipe is shared.
+    # Until the child sets handlers, a signal to it would wake the parent's loop: the wakeup pipe is shared.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid:
@@ -84,7 +84,7 @@ def forked(work: Callable[[], int], kept: Collection[int]) -> int:
         # A copy of the parent's end of a channel would hide the parent's death from the peer.
         _close_all_but({0, 1, 2, *kept})
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # Not SIG_IGN, which ranks would inherit through exec. A handler becomes the default action there.
+            # Not SIG_IGN: ranks would inherit it through exec. A handler becomes the default action in a rank.
             signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         status = work()
@@ -180,7 +180,7 @@ def guarded(work: Callable[[int, int], int], private: Sequence[int], silence_sec
         os.close(fd)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, lambda number, frame: _pass_on(pid, number))
-    # It returns when the agent closes its pipe, thus when it ends.
+    # It returns when the agent's end of the pipe closes, because the agent has ended.
     _watch(pid, signs_of_life, silence_seconds)
     _, status = os.waitpid(pid, 0)
     # The kernel has given the agent's orphans to this process, the nearest subreaper.

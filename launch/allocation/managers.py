@@ -156,7 +156,7 @@ def _step(environ: Mapping[str, str], source: str) -> Allocation:
             f"{source}: its {len(tasks)} task counts do not match its {len(names)} nodes. Start a task on each node: "
             "srun --ntasks-per-node=1 lowtide launch ..."
         )
-    # Such a step has been asked to use this node alone, so the remaining nodes of the job are not used.
+    # The user asked srun for this node alone, so the remaining nodes of the job are not used.
     if tasks == [1]:
         num_others = len(node_names(environ)) - 1
         note = f"this step has 1 of the job's {num_others + 1} nodes; start lowtide outside srun to use all"

@@ -185,7 +185,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
             continue
         if limit != "max":
             cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{cache_name} ")), 0)
-            # A parent group may have the lower limit. Version 1 writes a number near 2^63 if there is no limit.
+            # A parent group may have the lower limit. Without a limit, version 1 writes a number near 2^63.
             left = min(left, int(limit) - usage + cache)
     return max(left, 0)
 

@@ -230,7 +230,7 @@ def _hosts_of_line(words: list[str]) -> list[Host]:
 def _name_and_slots(word: str) -> tuple[str, tuple[int, ...] | None]:
     """Split `node[1-2]:8` into ("node[1-2]", slots 0 to 7). An IPv6 address has no slots."""
     pieces = split_outside_brackets(word, ":")
-    # With more colons it is an IPv6 address, whose end looks like a number of slots.
+    # With more colons it is an IPv6 address. Its end looks like a number of slots.
     if word.count(":") == 1 and len(pieces) == 2:
         return pieces[0], tuple(range(_count(pieces[1], word)))
     if word.endswith(":"):
@@ -247,7 +247,7 @@ def _count(value: str, word: str) -> int:
 def _parse_filter(text: str, flag: str, hosts: Sequence[Host]) -> dict[str, tuple[int, ...] | None]:
     """Return host name -> slots; None: all."""
     by_name = {host.name: host for host in hosts}
-    # The filter separates hosts by "@", so `user@node1` is written as `node1` there.
+    # The filter separates hosts by "@", so a filter has `node1` for `user@node1`.
     by_name |= {host.name.partition("@")[2]: host for host in hosts if "@" in host.name}
     found: dict[str, tuple[int, ...] | None] = {}
     try:

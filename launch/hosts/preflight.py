@@ -201,11 +201,11 @@ def _differences(checked: Sequence[HostChecks]) -> Iterator[HostFault]:
 
     same_python = "use the same Python on all hosts"
     yield from _unlike("python", checked, minor, same_python)
-    # Only among hosts with the same minor version: the others have their fault already.
+    # Only among hosts with the same minor version: the remaining hosts have their fault already.
     yield from _unlike("python", _majority(checked, minor), of("python"), same_python, is_fatal=False)
     for package in PACKAGES:
         yield from _unlike(package, checked, of(package), f"install the same {package} on all hosts")
-    # Sources differ in any case between versions, which is a fault of its own.
+    # Between versions sources always differ, and the version is a fault already.
     same_version = _majority(checked, of("lowtide"))
     update = "update it, so that all hosts run the same code"
     yield from _unlike("lowtide sources", same_version, of("lowtide_source"), update, is_fatal=False)
@@ -266,13 +266,13 @@ def _scarce_things(planned: HostPlan, host: HostChecks) -> Iterator[HostFault]:
         expected = f"{size_text(ranks * LOW_RANK_BYTES)} of free memory for {_count(ranks, 'rank')}"
         yield HostFault("memory", (host.host,), expected, size_text(free), advice, free < ranks * LEAST_RANK_BYTES)
     shared = host.value("free_shared_memory_bytes")
-    # NCCL, the segments of comm/shared_segment.py and workers of data loaders keep their shared memory there.
+    # It holds the shared memory of NCCL, of comm/shared_segment.py, and of workers of data loaders.
     if shared is not None and ranks > 1 and shared < LOW_SHARED_BYTES:
         advice = "in Docker add --shm-size=8g, in Kubernetes an emptyDir with medium Memory at /dev/shm"
         expected = f"{size_text(LOW_SHARED_BYTES)} free in /dev/shm for {_count(ranks, 'rank')}"
         yield HostFault("/dev/shm", (host.host,), expected, size_text(shared), advice, is_fatal=False)
     locked = host.value("locked_memory_bytes")
-    # Registering buffers for RDMA locks them. Ranks on the CPU use gloo, which does not register any.
+    # Registering buffers for RDMA locks them. Ranks on the CPU use gloo without RDMA.
     has_rdma = bool(host.value("rdma_devices")) and any(rank.device is not None for rank in planned.ranks)
     if has_rdma and isinstance(locked, int) and locked < LOW_LOCKED_BYTES:
         advice = "raise `ulimit -l` (LimitMEMLOCK=infinity of sshd or slurmd), or NCCL cannot use InfiniBand"

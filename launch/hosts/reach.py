@@ -46,7 +46,7 @@ class HeldPort:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # closing alone does not wake the thread
         self._socket.close()
-        # The agent forks the ranks next, which needs a single thread.
+        # The agent forks the ranks next, and needs a single thread for it.
         self._thread.join(2 * _PATIENCE_SECONDS)
 
     def _answer(self) -> None:
@@ -93,7 +93,7 @@ def _listen(port: int, is_local: bool) -> socket.socket:
     """Listen as the store will: on all addresses, as torch does, or at the address of comm/rendezvous.py."""
     if is_local:
         return socket.create_server(("127.0.0.1", port), backlog=_BACKLOG)
-    # torch's store uses IPv6 where it can: a port that is free for IPv4 alone could still be taken.
+    # torch's store uses IPv6 if the host has it: a port that is free for IPv4 alone could still be taken.
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)

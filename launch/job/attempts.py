@@ -85,7 +85,7 @@ class Attempts:
         except LaunchError as error:
             gone = launcher.unreachable_hosts
             self._drop(gone)
-            # In the first attempt an unreachable host is likely a typing error, which the user should see at once.
+            # In the first attempt an unreachable host is likely a typing error. The user should see it at once.
             if not (self._attempt.restarts and gone and len(self._hosts) >= self._least):
                 raise
             say(f"{error}\nThe restart continues without {', '.join(gone)}.")

@@ -204,7 +204,7 @@ class Launcher:
             # Before Start is sent: if the agent is lost before it answers, these ranks count as lost.
             peer.running = {rank.rank for rank in host.ranks}
             interface = self._prepared.interfaces.get(peer.index)
-            # Without it gloo listens at the address of the host's name, which /etc/hosts often maps to the loopback.
+            # Without it gloo listens at the address of the host's name, and /etc/hosts often maps it to the loopback.
             defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
             peer.send(Start(host, job, environment, defaults))
         self._stall = StallWatch(
@@ -289,7 +289,7 @@ class Launcher:
         what = "the agent of this host" if self._allocation.transport == "local" else f"host {peer.name}"
         text, running = f"lost {what}: {reason}", set(peer.running)
         peer.running.clear()
-        # Before the ranks start there is nothing to sweep.
+        # Before the ranks start, nothing can be left to sweep.
         if self._stall is not None:
             for rank in running:
                 self._stall.gone(rank, has_ended=False)

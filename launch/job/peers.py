@@ -141,7 +141,7 @@ class Peers:
             self._unknown.add(channel)
         else:
             peer.channel = channel
-        # The launcher speaks first: an agent collects its addresses, which takes 0.1 s, only if they are wanted.
+        # The launcher speaks first: an agent collects its addresses (0.1 s) only if they are wanted.
         channel.send(Welcome(wants_addresses=len(self.all) > 1))
 
     def unreachable(self, index: int | None, reason: str) -> None:
@@ -245,7 +245,7 @@ class Peers:
         else:
             more = self._transport.why_lost(peer.index)
         known = peer.hello is not None
-        # Before Hello the client's own words explain more than "the connection ended".
+        # Before Hello the client's words explain more than "the connection ended".
         peer.lost = more if more and not known else f"{reason} ({more})" if more else reason
         if known:
             self._lost(peer, peer.lost)

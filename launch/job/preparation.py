@@ -122,7 +122,7 @@ def _checked(
     has_devices = any(peer.hello is not None and peer.hello.report.devices for peer in peers.all)
     if not request.preflight or not (len(plan.hosts) > 1 or folders or has_devices):
         return []
-    # On a single host the store listens at the loopback address, and `HeldPort` there tells nothing new.
+    # On a single host the store listens at the loopback address, so reaching the held port proves nothing.
     held_port = port if len(plan.hosts) > 1 else None
     checks = {host.index: Check(request_for(plan, host, folders, held_port)) for host in plan.hosts}
     sent = time.time()

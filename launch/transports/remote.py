@@ -132,7 +132,7 @@ class SshTransport(AgentTransport):
         words = ["ssh"]
         for option in self._options:  # ssh takes the first value of a name, so the user's options come first
             words += shlex.split(option) if option.startswith("-") else ["-o", option]
-        # -T: a terminal at the other end would change bytes of the channel. BatchMode: nobody could answer a question.
+        # -T: a terminal on the host would change bytes of the channel. BatchMode: nobody could answer a question.
         words += ["-T", "-x", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={CONNECT_SECONDS}"]
         words += [] if self._port is None else ["-p", str(self._port)]
         # ssh joins its words by spaces, and the shell of the host splits them again: hence the quotes of shlex.

@@ -53,7 +53,7 @@ class Outgoing:
     def _write(self) -> None:
         try:
             while self._unsent:
-                # The view is copied first: a bytearray cannot shrink while a view of it exists.
+                # The view is copied first: a bytearray with a view cannot shrink.
                 del self._unsent[: os.write(self._fd, memoryview(self._unsent)[:CHUNK_BYTES].tobytes())]
         except BlockingIOError:
             self._wait(True)
@@ -162,7 +162,7 @@ class Channel:
         *lines, rest = bytes(self._rest).split(b"\n")
         self._rest = bytearray(rest)
         for line in lines:
-            # A line before may have been Leave or a fault, which closes the channel.
+            # The line before may have closed the channel: a Leave, or a fault.
             if self._open:
                 self._take(line)
 

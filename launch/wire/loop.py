@@ -119,7 +119,7 @@ class Loop:
         with contextlib.suppress(BlockingIOError):
             # Before the queue is emptied: a call that is posted after that writes another byte and wakes the loop.
             numbers = os.read(self._wake_read, 4096)
-            # Equal signals count once. A posted call wrote 0, which is no signal's number.
+            # Equal signals count once. A posted call wrote 0, and no signal has the number 0.
             for number in dict.fromkeys(numbers):
                 if number in self._handlers:
                     self._handlers[number]()

@@ -65,10 +65,13 @@ class LeastBlock:
         microbatch.
         """
         kind, chunks, each = find_kind(choice.schedule), num_chunks(choice), self.forward + self.backward
+        # end >= a forward through the p - 1 stages before + all work of the last rank + a backward through as many.
         per_stage, others = self.num_blocks // (choice.pipeline * chunks), choice.pipeline - 1
         before = self.forward_before + others * per_stage * self.forward
+        # No rank waits for a W, and the last action of a split backward may be a W.
         after = 0.0 if kind.splits_backward else self.backward_before + others * per_stage * self.backward
         of_last = chunks * per_stage * each
+        # Some rank has at least the mean number of blocks, rounded up, and computes all microbatches.
         fullest = choice.accumulation * -(-self.num_blocks // choice.pipeline) * each
         if kind.is_v:  # rank 0 has the first and the last stage
             of_first = of_last + self.forward_before + self.backward_before + self.behind
@@ -80,6 +83,7 @@ class LeastBlock:
         chunks = num_chunks(choice)
         per_stage = self.num_blocks // (choice.pipeline * chunks)
         others, _ = least_held(choice)
+        # Messages: an output at the end of a stage, and an output ahead for each stage, as in `_Place._passing_bytes`.
         held = others * per_stage * self.kept_bytes + (1 + chunks) * self.output_bytes
         if not keeps_gradients:
             return held + (per_stage - 1) * self.kept_bytes + self.backward_bytes
@@ -127,6 +131,7 @@ class ModelBytes:
             parameters=_bytes(plan.groups, _parameter_itemsize),
             summed=_bytes(plan.trained, lambda group: group.accumulation_dtype.itemsize),
             passing=refreshed + _bytes(plan.updated, lambda group: group.accumulation_dtype.itemsize),
+            # A choice may pad less, so padding must not be in a lower bound.
             states=states * numel / max(1, padded),
             least_slot=min(slots, default=0),
             adds_up_apart=all(any(group.is_added_up_flat for group in groups) for groups in in_blocks),
@@ -220,11 +225,13 @@ class Bounds:
         """Return (seconds, bytes, bytes of offloaded activations) without a pipeline and the update."""
         machine, is_offloaded = self._machine, choice.offload_activations != "none"
         compute, exchanging, peak, away = self._microbatch(choice.rows, choice.every, parts.frees, is_offloaded)
+        # Bytes leave and return while a microbatch computes. Only the time beyond computing is surely waited for.
         exposed = choice.accumulation * max(0.0, 2 * away / machine.link - (compute - exchanging))
         if self._is_layered:  # when the last microbatch enters the last block, earlier blocks keep all microbatches
             kept = 0 if is_offloaded else self._kept_before_last(choice.rows, choice.every)
             peak = choice.accumulation * kept
         resting = self._resting(choice, parts)
+        # All gradients exist after the backward, all activations before it: the sum is no lower bound.
         nbytes = max(resting + self._gradients(choice, parts), resting + peak)
         return compute * choice.accumulation + exposed, nbytes, away
 
@@ -236,8 +243,10 @@ class Bounds:
         seconds, peak = block.seconds(choice), block.nbytes(choice, self._model.adds_up_apart or is_added)
         if self._machine.device == "cuda":
             if parts.frees:
+                # A rank's shard, 1 / `parameters` of the stage, is in `_resting` already, unless it is offloaded.
                 gathered = 1 - (choice.offload_param == "none") / parts.parameters
                 nbytes += self._model.parameters / choice.pipeline * gathered
+            # As `_staged` in pipelined.py, for the smallest block.
             peak += 2 * self._model.least_slot * (parts.num_alike > 1)
         # The rank with the most activations has at least the minimum of parameters, states and gradients.
         meanwhile = nbytes + gradients * least_held(choice)[1]

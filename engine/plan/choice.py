@@ -74,8 +74,10 @@ class Choice:
 
     def without_batch(self) -> Choice:
         """Return this choice with default batch and activation keys. It needs the same bytes for model states."""
+        # Accumulated gradients take memory from the second microbatch on. More microbatches change nothing.
         several = min(self.accumulation, 2)
         if self.pipeline > 1:
+            # A pipeline needs the least number that its schedule takes.
             several = max(2, self.pipeline * find_kind(self.schedule).microbatches_per_rank)
         return replace(self, rows=1, accumulation=several, every=0, offload_activations="none")
 
@@ -86,6 +88,7 @@ class Choice:
             _put(values, key, getattr(self, name))
         num_data = max(1, num_ranks // self.ranks_of_sample)  # 0 for too large degrees, which `resolve` refuses
         values["train_batch_size"] = self.rows * self.accumulation * num_data
+        # It would contradict the accumulation steps: these are the microbatches of a pipeline.
         values.get("pipeline", {}).pop("microbatches", None)
         return values
 
@@ -176,6 +179,7 @@ class Space:
                     if accumulation >= least:
                         yield rows, accumulation
             return
+        # Every rank must get as many samples.
         if self.batch % data:
             return
         of_rank = self.batch // data
@@ -190,8 +194,10 @@ class Space:
         pipeline = degrees.pipeline
         for stage in self._values("stage", (0, 1, 2, 3)):
             for shard_size in self._values("shard_size", _shard_sizes(stage, data)):
+                # Shard groups of a single rank shard nothing, so stage 0 has the same memory and time.
                 if data % (shard_size or data) or (shard_size == 1 and stage and data > 1 and "stage" not in self.held):
                     continue
+                # The ranks that share experts must be in the same shard group.
                 if stage and (shard_size or data) % degrees.expert:
                     continue
                 for partition in self._values("partition", self._partitions(stage, shard_size or data, degrees)):

@@ -49,6 +49,7 @@ class Estimate:
         share = machine.devices_per_host
         beyond = {
             "device memory": self.peak_bytes - machine.usable_bytes,
+            # On CPUs a device's memory is its host's, compared in the line above.
             "host memory": self.host_bytes - machine.host_bytes / share if machine.device == "cuda" else 0,
             "nvme": self.nvme_bytes - machine.nvme_bytes / share,
         }
@@ -139,6 +140,7 @@ class Activations:
         """Return bytes while a part computes."""
         part = self.profile.part(name)
         base = self.bases.get(name, 0)
+        # Earlier parts have kept `base` bytes. With offload, at most the limit is still in memory.
         base = base if self.placement is Placement.MODEL else min(base, self._limit)
         base += self.profile.cast_bytes
         waiting = 0 if phase is ComputePhase.FORWARD else self._waiting[name] * self._rest_waits
@@ -154,6 +156,7 @@ class Activations:
 def kept_limit(profile: Profile, config: Config) -> int:
     """Return the most bytes of offloaded activations in memory, besides the part that computes."""
     largest = max((part.kept_bytes for part in profile.parts.values()), default=0)
+    # Without a budget the offload has this many blocks on their way: see offload/activations.py.
     return config.activation_checkpointing.offload.budget_bytes or BLOCKS_IN_MEMORY * largest
 
 
@@ -201,6 +204,7 @@ class StepParts:
         self.is_direct = writes_gradients(blueprint)
         # If gradients are written in place, asking for the place first uses up the received terms of other ranks.
         self._waits = not self.is_direct and blueprint.parallel_dims.size(blueprint.sharding.summed) > 1
+        # With m microbatches a step is: the first, m - 2 between, the last. A single microbatch is first and last.
         moments = [(True, True)] if not accumulates else [(True, False), (False, False), (False, True)]
         self._gradients = [gradient_seconds(blueprint, machine, self.place, *ends, self.is_direct) for ends in moments]
         self._num_units = len(blueprint.places[self.place].units)
@@ -215,22 +219,28 @@ class StepParts:
         times = {"compute": line.computed, **exposed_seconds(line)}
         collectives = line.hidden_seconds
         sent: Mapping[str, int] = self.order.sent
+        # step = last microbatch + (m - 1) x inner microbatch. An inner microbatch sends less.
         if self._inner is not None:
             line = self._inner.timeline(work.forward, work.backward)
             more = {"compute": line.computed, **exposed_seconds(line)}
             times = {name: times[name] + (accumulation - 1) * more[name] for name in times}
             collectives += (accumulation - 1) * line.hidden_seconds
             sent = {link: nbytes + (accumulation - 1) * self._inner.sent[link] for link, nbytes in sent.items()}
+        # A single microbatch has a single number, and `between` is empty: 0.0 stands for the last.
         first, *between, last = (*self._gradients, 0.0) if len(self._gradients) == 1 else self._gradients
         times["compute"] += first + last + sum(between) * (accumulation - 2)
         in_backward = sum(work.backward(name) for name in profile.names)
+        # A delayed update runs beside the whole computing of the next step, a speculative update beside the backward.
         beside = {Timing.DELAYED: times["compute"], Timing.SPECULATIVE: in_backward}
         update = max(0.0, self._update - beside.get(self.blueprint.timing, 0.0))
+        # update = all seconds - those of units on the host + the device's wait for these units, by their timeline.
         if self._on_host and self.blueprint.timing in (Timing.AFTER_NORM, Timing.SPECULATIVE):
             update = self._update - sum(unit.update for unit in self._on_host) + self._waits_for_host(work)
         speed = speed_of_activations(activations.placement, self.machine)
+        # Each byte leaves in the forward and returns in the backward.
         moved = 2 * activations.offloaded_bytes * accumulation / speed
         exchanging = sum(map(work.exchanging, profile.names)) * accumulation
+        # `MachineWork` has these waits inside the forwards and backwards. Here they are a separate part.
         times["compute"] -= exchanging
         seconds = {
             **times,
@@ -274,6 +284,7 @@ class StepParts:
             in_backward = max(in_backward, beside + held)
             for kind, nbytes in zip(most, (gathered, held, staged), strict=True):
                 most[kind] = max(most[kind], nbytes)
+        # Two candidates: the update has temporaries and no activations, a backward has activations and no temporaries.
         peak = max(peak, rests.bytes + in_backward + slots)
         if self.blueprint.config.compile.graphs and self.machine.device == "cuda":
             # The pool of the graphs keeps `in_backward` while shards are updated, and a batch is copied for them.
@@ -290,6 +301,7 @@ class StepParts:
         """(bytes besides those at rest, gathered bytes, staged bytes, part, phase) at each moment."""
         found = []
         accumulates = self._inner is not None
+        # With several microbatches: the last, the first, and any between. Their gradients at the start differ.
         runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
         for step, is_first in runs:
             gradients, before, after = self.rests.gradients(is_first, step.is_last)
@@ -333,9 +345,11 @@ def update_seconds(blueprint: Blueprint, machine: Machine, place: int) -> float:
         if not footprint.leaves(group)
     )
     away = 0 if on_host else sum(sum(footprint.chunks(group)) for group in groups)
+    # Each state is read and written. The gradient is only read. Beside master weights, the parameter is only written.
     moved = 2 * states + passing
     seconds = machine.moving("update", moved, moved / machine.memory)
     seconds += sum(unit.leaving + unit.update + unit.returning for unit in on_host)
+    # States that are updated elsewhere pass through host memory, and through the drives if they rest in files.
     if away:
         seconds += machine.moving("update", 2 * away, 2 * away / (machine.host_memory / share))
         if offload_plan.states is Placement.FILE:
@@ -358,9 +372,11 @@ def _updates_on_host(blueprint: Blueprint, footprint: Footprint, machine: Machin
         update = sum(map(footprint.host_update_bytes, own)) / (machine.host_memory / share)
         drive = 2 * files / (machine.nvme / share)
         name = START if unit.is_root else unit.name
+        # Reading states of the next unit overlaps with the update of this unit, so the slower of the two counts.
         speeds = gradients / machine.link, max(update, drive), parameters / machine.link
         found.append(UnitWork(name, 0.0, 0.0, *speeds))
     found.sort(key=lambda unit: unit.name != START)
+    # The head and the loss compute, but have no group of a unit.
     return [*found, UnitWork(END)]
 
 
@@ -409,6 +425,7 @@ class Resting:
         }
         accumulates = (blueprint.config.gradient_accumulation_steps or 1) > 1
         columns = list(zip(*by_group.values(), strict=True))
+        # With a single microbatch the moment between microbatches never comes.
         columns = columns if accumulates else columns[::2]
         chunks = [nbytes for group in plan.updated for nbytes in footprint.chunks(group)]
         passing = sum(sorted(chunks)[-_CHUNKS_IN_MEMORY:]) if blueprint.offload_plan.states is Placement.FILE else 0
@@ -424,6 +441,7 @@ class Resting:
         rests = reduced.parameters + between.optimizer + buffers
         direction, on_host = footprint.directions()
         in_update = sum(copies.values()) + direction
+        # PowerSGD's message is gone before the update makes its temporaries.
         after = rests + max(in_update, footprint.thin_message()) + reduced.gradients
         host = reduced.host + (0 if in_device_memory else passing) + on_host
         used_up = {group.name: footprint.passing(group) for group in plan.trained}

@@ -79,6 +79,7 @@ class CollectiveCosts:
         total, numel = CollectiveCost(), group.layout.padded_numel
         for axes, bits in group.levels:
             total = total.and_then(self._spread("reduce", axes, _message_bytes(numel, group.reduce_dtype, bits)))
+            # The next level reduces the shard that this level leaves.
             numel //= self.blueprint.parallel_dims.size(axes)
         return total
 
@@ -112,14 +113,18 @@ class CollectiveCosts:
         if bits is not None:  # terms and sums are quantized
             sent = quantized_bytes(numel - summed, bits) + (size - 1) * quantized_bytes(summed, bits)
         elif self.blueprint.transport == "sockets":  # terms in the reduce dtype, sums in the accumulation dtype
+            # A rank sends its terms to the ranks that sum them, n - s elements, and its s sums to r - 1 ranks.
             sent = (numel - summed) * narrow + (size - 1) * summed * wide
         else:
+            # A ring: a reduce-scatter and an all-gather of (r - 1) / r n elements each.
             sent = 2 * numel * narrow * (size - 1) // size
+        # The all-gather takes as long as the reduce-scatter, hence twice.
         once = self.machine.collective(_message_bytes(numel, reduce, bits), size, self._on_host(names))
         return self._message("reduce", names, sent, 2 * once)
 
     def refresh(self, group: GroupPlan) -> CollectiveCost:
         """Send updated parameters to the ranks that have copies."""
+        # The copies are shards over `parameters`, so the ranks of `refreshed` together send this many elements.
         numel = group.layout.padded_numel // self.blueprint.parallel_dims.size(group.sharding.parameters)
         nbytes = _message_bytes(numel, group.dtype, group.weight_bits)
         return self._spread("gather", group.sharding.refreshed, nbytes)
@@ -134,6 +139,7 @@ class CollectiveCosts:
             return total
         for numel in sent_numels(group.layout, size, dims.place(rank, names), is_repeated):
             sent = numel * itemsize
+            # `all_to_all` takes the bytes of all parts. A rank sends (r - 1) / r of these.
             seconds = self.machine.all_to_all(sent * size / (size - 1), size, self._on_host(names))
             total = total.and_then(self._message("swap", names, sent, seconds))
         return total
@@ -148,11 +154,13 @@ class CollectiveCosts:
         size, transport = self.blueprint.parallel_dims.size(names), self.blueprint.transport
         if size == 1:
             return CollectiveCost()
+        # Gathering is free: ranks of a host read the parameters in their shared memory.
         if transport == "shared_memory":
             read = 2 * sent / self.machine.host_memory
             return CollectiveCost(
                 seconds=0.0 if what == "gather" else self.machine.moving("shared_memory reduce", sent, read)
             )
+        # A swap has no curve. Like a reduction it sends a part to each rank.
         seconds = self.machine.moving(f"{transport} {'gather' if what == 'gather' else 'reduce'}", sent, seconds)
         goes_to_each = transport == "sockets" or what == "swap"
         return _over_links(sent, size, self._on_host(names), goes_to_each, seconds)
@@ -211,6 +219,7 @@ class Calls:
         elif call.kind == "trade":
             seconds = self.machine.pass_on(call.sent, is_inside=on_host >= size)
         else:
+            # sum = sum_part + gather.
             seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
         name = "gather" if call.kind == "gather" else "reduce"
         if self.transport == "shared_memory":
@@ -225,6 +234,7 @@ def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds:
 
     goes_to_each: each rank gets a part; otherwise the ranks form a ring that leaves each host once.
     """
+    # To each rank: r - h of r - 1 receivers are on foreign hosts. A ring: a single rank of h on a host sends outside.
     outside = (size - on_host) / (size - 1) if goes_to_each else 1 / on_host
     inter = 0 if on_host >= size else round(sent * outside)
     return CollectiveCost(sent - inter, inter, seconds)
@@ -255,6 +265,7 @@ def _of_group(
     is_staged = is_last or blueprint.policy.reduces_every_backward or group.is_added_up_flat
     seconds = 0.0
     if not is_first:  # added to the gradient of earlier microbatches
+        # Bytes as `Tracker` counts them: read the new gradient, read and write the sum.
         seconds += machine.speeds.operation("add", dtype, numel * (group.dtype.itemsize + 2 * wide))
     if is_staged and not is_direct and is_first:
         seconds += machine.speeds.operation("copy", dtype, numel * (2 * group.dtype.itemsize + wide))
@@ -266,6 +277,7 @@ def _of_group(
 def host_seconds(blueprint: Blueprint, machine: Machine, num_units: int, num_microbatches: int) -> float:
     """Return host time of the engine in a step: for each unit of each microbatch, and for the step."""
     stage, transport = blueprint.config.zero_optimization.stage, blueprint.transport
+    # Stage 2 was not measured: like stage 3 it sends each unit's gradients in every backward.
     measured = {0: 0, 1: 1, 2: 3, 3: 3}.get(int(stage), 0)
     unit, step = machine.host(f"{transport} unit {measured}"), machine.host(f"{transport} step {measured}")
     return num_microbatches * num_units * unit + step

@@ -54,12 +54,14 @@ def planned_config(
     num_hosts = world.num_hosts  # a collective
     found: tuple[dict[str, Any], dict[str, str]] | None = None
     failure: Exception | None = None
+    # Only rank 0 plans: ranks may read different speeds and free memory, and all must get the same config.
     if world.rank == 0:
         try:
             found = _planned(config, model, world, num_hosts, loss_fn, sample_batch)
         except Exception as error:  # the model's forward can raise anything
             failure = error
     found, text = world.broadcast_object((found, None if failure is None else str(failure)))
+    # Rank 0 keeps the traceback of the model's forward. The remaining ranks know only its text.
     if failure is not None:
         raise failure
     if text is not None or found is None:
@@ -75,6 +77,7 @@ def _planned(
     loss_fn: Callable[[Any, Any], Tensor] | None,
     sample_batch: Any,
 ) -> tuple[dict[str, Any], dict[str, str]]:
+    # A plan must not change the random numbers of the training, for example those of a deferred model's weights.
     with torch.random.fork_rng(devices=[]):
         made = plan_on(model, config, machine_here(world, num_hosts)[0], sample_batch, loss_fn)
     if not made.fits:
@@ -113,6 +116,7 @@ def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
 def _device_bytes(world: World, on_host: int) -> float:
     if world.device.type == "cuda":
         return float(torch.cuda.get_device_properties(world.device).total_memory)
+    # At the start no rank of the host has its share in use yet.
     return psutil.virtual_memory().available / on_host
 
 

@@ -47,10 +47,12 @@ def host_timeline(
         events.append((now, "backward", unit.name))
         link = arrived[unit.name] = max(link, now) + unit.leaving
         events.append((link, "leaves", unit.name))
+        # At most two gradients are on their way: the next backward waits for the gradient before the last two.
         if len(arrived) > MAX_LEAVING:
             now = max(now, list(arrived.values())[-1 - MAX_LEAVING])
     norm = now
     events.append((norm, "norm", ""))
+    # An update waits for the norm of all gradients. A speculative update starts before, and keeps the old versions.
     host, link = 0.0 if speculative else norm, 0.0
     back: dict[str, float] = {}
     for unit in reversed(units) if speculative else units:

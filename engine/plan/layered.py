@@ -88,6 +88,7 @@ class LayeredParts:
                 peak = max(peak, of_later + later + gradients_later + of_groups)
             gathered = max(gathered, of_groups)
         slots = profile.slot_bytes
+        # All microbatches enter the first block before any leaves it, so all inputs exist together.
         cast = count * profile.cast_bytes
         kinds = {
             **self.rests.kinds,
@@ -112,6 +113,7 @@ class LayeredParts:
         received = stages.input_bytes(stage)
         if op is Op.F:
             return before + others * received, before + here + others * given
+        # Besides the second microbatch, which computes, m - 2 of the m - 1 counted are still to come.
         to_come = max(0, others - 1) / max(1, others)
         return before + here + others * given, before + received + int(to_come * (here + others * given))
 
@@ -169,6 +171,7 @@ class LayeredParts:
         """Estimate a step. config: with its microbatches. stages: of the profile of a microbatch."""
         count, samples, machine = config.gradient_accumulation_steps or 1, config.train_batch_size or 0, self.machine
         kinds, peak = self.memory(config, stages)
+        # A block computes all microbatches in a row: to the timeline it is a single long part.
         computed = [count * seconds for seconds in stages.costs(0.0).forward]
         back = [count * seconds for seconds in stages.costs(0.0).backward]
         exchanging = count * sum(map(stages.exchanging, range(len(computed))))
@@ -236,6 +239,7 @@ class LayeredParts:
         for action in self._actions:
             groups, messages = self._groups[action.stage], list[CollectiveCost]()
             if action.op is Op.GATHER:
+                # A group of a unit that the block before uses too is full already.
                 messages = [self._gathers[id(group)] for group in groups if id(group) not in full]
                 full |= {id(group) for group in groups}
             elif action.op is Op.RELEASE:
@@ -243,6 +247,7 @@ class LayeredParts:
                 continue
             elif action.op is Op.REDUCE:
                 messages = [self._sums[id(group)] for group in groups if ends.get(id(group)) == action.stage]
+            # The first microbatch stands for all of its block, see `_timeline`.
             elif action.microbatch != 0:
                 continue
             found.append((action, messages))

@@ -123,6 +123,7 @@ class Llama(nn.Module):
         x = self.embedding(input_ids)
         for layer in self.layers:
             x = layer(x)
+        # The loss of 16-bit logits is computed in float32, as Hugging Face's Llama does: its memory counts.
         return functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), shift_labels.flatten())
 
 
@@ -156,6 +157,7 @@ def short_profiler(shape: Shape, blueprint: Blueprint) -> Callable[[Any, int, in
     for stage, length in enumerate(lengths):
         at = len(shorts) - 1 if stage == len(lengths) - 1 else shorts.index(min(length, most))
         for place in range(length):
+            # The last layer of a stage stands for itself. A single layer stands for all layers before it.
             layer = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
             stands_for.append(f"layers.{starts[at] + layer}")
     model = build(replace(shape, layers=starts[-1]))

@@ -59,6 +59,8 @@ class Machine:
     @classmethod
     def measured(cls, found: Measured, num_ranks: int, device_bytes: float) -> Machine:
         """Make the machine of CPU ranks that were measured, `num_ranks` of which share a host."""
+        # Measured while this many ranks work, so a curve is a rank's share. `host_memory` and `nvme` are
+        # of the host, hence times `num_ranks`.
         speeds = found.speeds(num_ranks)
         best = {name: curve.most_per_second for name, curve in speeds.curves.items()}
         products = [name for name in best if name.endswith(tuple(f" {product}" for product in PRODUCTS))]
@@ -71,6 +73,7 @@ class Machine:
             reserved_bytes=0.0,
             flops=max((best[name] for name in products), default=GIGA),
             memory=max((best[name] for name in moving), default=GIGA),
+            # A single host was measured: nothing is known about links between hosts.
             intra=max((best[name] for name in best if name.startswith("sockets")), default=GIGA),
             inter=max((best[name] for name in best if name.startswith("sockets")), default=GIGA),
             intra_latency=0.0,
@@ -111,8 +114,10 @@ class Machine:
     ) -> float:
         """Return seconds of products and memory traffic, or of the listed operations if speeds were measured."""
         if self.speeds is None or not operations:
+            # seconds = operations / flops + bytes / memory: kernels run in sequence, each bound by either of the two.
             return flops / self.flops_of(itemsize) + traffic / self.memory
         count = sum(each.calls for each in operations)
+        # seconds = sum of curve(size) over calls + calls x overhead: [Note: calls] in measuring/operations.py.
         seconds = sum(each.calls * self.speeds.operation(each.name, each.dtype, each.size) for each in operations)
         return seconds + count * self.speeds.at_most(f"{within} call", median_bytes(operations))
 
@@ -133,6 +138,8 @@ class Machine:
     def ranks_on_host(self, parallel_dims: ParallelDims, names: Sequence[str]) -> int:
         """Return the number of ranks on a host that differ in these axes alone."""
         sizes, stride, count = dict(parallel_dims.sizes), 1, 1
+        # The last axis varies fastest, and a host has consecutive ranks. If neighbours on an axis are `stride` ranks
+        # apart, devices_per_host / stride of its ranks share a host.
         for name, size in reversed(parallel_dims.sizes):
             if name in names:
                 count *= max(1, min(sizes[name], self.devices_per_host // stride))
@@ -147,9 +154,11 @@ class Machine:
         if num_ranks == 1 or not nbytes:
             return 0.0
         num_hosts = max(1, num_ranks // on_host)
+        # A ring sends (r - 1) / r of the bytes over each link (Patarasuk and Yuan, JPDC 2009).
         inside = nbytes * (num_ranks - 1) / num_ranks / self.intra if on_host > 1 else 0.0
         if num_hosts == 1:
             return self.intra_latency + inside
+        # Rings of different devices leave a host by different network cards. Pieces overlap, so the slower link counts.
         outside = nbytes * (num_hosts - 1) / num_hosts / (on_host * self.inter)
         return self.inter_latency + max(inside, outside)
 
@@ -157,6 +166,7 @@ class Machine:
         """Return seconds in which each rank sends each other rank its part of `nbytes`."""
         if num_ranks == 1 or not nbytes:
             return 0.0
+        # Each of the r parts has nbytes / r, and a rank keeps its part. Here no ring shares the traffic to other hosts.
         inside = nbytes * (on_host - 1) / num_ranks / self.intra
         if on_host >= num_ranks:
             return self.intra_latency + inside
@@ -168,6 +178,7 @@ class Machine:
             return 0.0
         if is_inside:
             return self.intra_latency + nbytes / self.intra
+        # Some neighbours are on the same host and some are not. All wait for the slowest.
         return self.inter_latency + nbytes / min(self.inter, self.intra)
 
 
@@ -189,6 +200,7 @@ def fit(steps: Sequence[tuple[Mapping[str, float], float]]) -> Factors:
     for seconds, measured in steps:
         waiting = sum(each for name, each in seconds.items() if name.endswith("exposed"))
         parts.append((sum(seconds.values()) - waiting, waiting, measured))
+    # The factor that alone fits best: the geometric mean of measured / planned.
     common = sum(math.log(measured / (computing + waiting)) for computing, waiting, measured in parts) / len(parts)
     offsets = [_SPAN * (index / _STEPS - 1) for index in range(2 * _STEPS + 1)]
 
@@ -197,8 +209,10 @@ def fit(steps: Sequence[tuple[Mapping[str, float], float]]) -> Factors:
         ratios = [
             (of_computing * computing + of_waiting * waiting) / measured for computing, waiting, measured in parts
         ]
+        # Logarithms: half the time and twice the time are equally wrong.
         return sum(math.log(ratio) ** 2 for ratio in ratios) + _WEIGHT * (first**2 + second**2)
 
+    # A grid of 81 x 81 needs no starting point and cannot diverge. Trials are few.
     first, second = min(((a, b) for a in offsets for b in offsets), key=lambda pair: loss(*pair))
     return Factors(math.exp(common + first), math.exp(common + second))
 

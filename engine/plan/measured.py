@@ -66,6 +66,7 @@ class Curve:
     def seconds(self, size: float) -> float:
         """Return the seconds for a size."""
         sizes, times = self.sizes, self.times
+        # Below the smallest size a call costs its overhead. Above the largest size the speed no longer changes.
         if size <= sizes[0]:
             return times[0]
         if size >= sizes[-1]:
@@ -74,6 +75,7 @@ class Curve:
         low = high - 1
         if not sizes[low]:  # 0 has no logarithm
             return times[low] + (times[high] - times[low]) * size / sizes[high]
+        # A straight line in logarithms: t = t0 (t1 / t0)^share, share = log(s / s0) / log(s1 / s0).
         share = math.log(size / sizes[low]) / math.log(sizes[high] / sizes[low])
         return float(times[low] * (times[high] / times[low]) ** share)
 
@@ -114,6 +116,7 @@ class Speeds:
 
         An operation that was not measured counts as an addition.
         """
+        # Most operations that are not measured move memory as an addition does.
         for known in (f"{dtype} {name}", f"{dtype} add", f"float32 {name}", "float32 add"):
             if known in self.curves:
                 return self.curves[known].seconds(size)
@@ -126,6 +129,7 @@ class Speeds:
 
     def slower(self, ranks: int) -> Speeds:
         """Return the speeds of more ranks than were measured, on the same cores."""
+        # The same cores serve more ranks in turn.
         times = ranks / self.ranks
         return Speeds(ranks, self.threads, {name: curve.times_as_long(times) for name, curve in self.curves.items()})
 
@@ -166,6 +170,7 @@ class Measured:
     def speeds(self, ranks: int) -> Speeds:
         """Return the speeds of `ranks` ranks on a host, measured with this or the next larger number of ranks."""
         counts = sorted(self.by_ranks)
+        # More ranks share memory and caches, so the next larger count is the safe side.
         at_least = [count for count in counts if count >= ranks]
         return self.by_ranks[at_least[0]] if at_least else self.by_ranks[counts[-1]].slower(ranks)
 

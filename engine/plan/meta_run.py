@@ -68,6 +68,7 @@ class MetaRun:
         self._model = _meta_copy(model, dtypes)
         self._results = Results()
         self._splits, self._plans = splits, splits.shrink(self._model)
+        # By name: the units of the plan hold modules of the user's model, not of its copy.
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_root]
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
@@ -89,6 +90,7 @@ class MetaRun:
             split = SplitModel(self._splits, self._plans, self._model, self._device, tiled, tracker, patches)
             part = split.part(batch, rows, self._loss_fn is None)
             made = _on_meta(part, rows, self._dtype)
+            # The batch is not an activation: `cast_bytes` and `input_bytes` count it.
             for tensor in tensors_of(made):
                 tracker.leave_out(tensor)
             for _, module in self._units[::every] if every else ():
@@ -98,6 +100,7 @@ class MetaRun:
                 self._stage_gradients(counter, tracker, patches)
             with torch.enable_grad(), _Attention(self._device), tracker:
                 self._run(made, counter, split)
+        # Its text is for the user as it is.
         except SequenceError:
             raise
         except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
@@ -138,6 +141,7 @@ class MetaRun:
         loss = loss_of(output, batch, self._loss_fn)
         if isinstance(batch, SequenceShard) and batch.factor is not None:
             loss = loss * batch.factor
+        # As the engine does: without this reference the backward frees the logits when their gradient exists.
         del output
         counter.end_forward()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -253,11 +257,13 @@ class _PartCounter:
             self._rest[self._now] = self._rest.get(self._now, 0) + param.nbytes * (id(param) not in self._of_units)
 
     def see_linear(self, module: nn.Module, args: Any, output: Any) -> None:
+        # A recomputation in the backward calls the hooks again.
         if self._now is None or torch._C._current_graph_task_id() >= 0:
             return
         total = sum(tensor.nbytes for tensor in tensors_of(output))
         for tensor in tensors_of(args):  # several layers may share an input
             storage = tensor.untyped_storage()
+            # An id may be reused after its storage is freed, so a weak reference tells whether it is the same storage.
             known = self._inputs.get(id(storage))
             total += tensor.nbytes if known is None or known() is None else 0
             self._inputs[id(storage)] = weakref.ref(storage)
@@ -306,6 +312,7 @@ class _PartCounter:
                 tensor.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        # The first gradient of an output begins the part. An output with several tensors gets several gradients.
         if self._now != name and name not in self._backward:
             self._close_backward()
             self._begin_backward(name)
@@ -346,9 +353,11 @@ class _Attention(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Any:
         if self._device == "cpu":
+            # torch's CPU kernel refuses dropout, and the dropout of its fallback is not planned.
             return _aten._scaled_dot_product_flash_attention_for_cpu(
                 query, key, value, 0.0, is_causal, attn_mask=attn_mask, scale=scale
             )[0]
+        # As torch chooses on CUDA: the flash kernel takes 16-bit numbers without a mask.
         if attn_mask is None and query.dtype.itemsize == 2:
             return _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         return _aten._scaled_dot_product_efficient_attention(
@@ -364,6 +373,7 @@ def _meta_copy(model: nn.Module, dtypes: Dtypes) -> nn.Module:
         memo[id(param)] = nn.Parameter(empty, requires_grad=param.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    # The memo holds the meta tensors already, so the copy allocates no values and tied parameters stay tied.
     copied = copy.deepcopy(model, memo)
     copied.train(model.training)
     return copied

@@ -62,6 +62,7 @@ class ScheduleRun:
     @property
     def work_seconds(self) -> float:
         """Seconds that the busiest rank computes."""
+        # busy / s is the work of a microbatch; m of them.
         return max(self.outcome.busy) / self.recurrence.num_microbatches * self.num_microbatches
 
     def exchanging(self, stages: Stages) -> float:
@@ -96,6 +97,7 @@ class ScheduleRun:
     @property
     def seconds(self) -> float:
         simulated = self.recurrence.num_microbatches
+        # seconds = makespan of s microbatches + (m - s) / m of the work: in the steady state no rank waits for more.
         return self.outcome.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
 
 
@@ -168,14 +170,17 @@ class _Place:
         """Return (peak of activations and gradients together, peak of activations) while a stage computes."""
         of_place, at = list(run.recurrence.stages[place]), run.recurrence.computing[place]
         whole, put_off = (np.array(sizes)[of_place] for sizes in (stages.kept_bytes, stages.put_off_bytes))
+        # Microbatches before their I keep all of a stage, those between I and W only the inputs and gradients for W.
         held = at.held @ whole + (at.kept - at.held) @ put_off
         before, between, final = self._gradients.T
+        # Sum over stages: before + begun (between - before) + ended (final - between), at each moment.
         gradients = before.sum() + at.begun @ (between - before) + at.ended @ (final - between)
         # Gradients are added in place and freed at once, unless each backward's gradients are reduced separately.
         plain, holding = (
             np.array([stages.working_bytes(stage, holds) for stage in of_place]) for holds in (False, True)
         )
         is_begun = np.take_along_axis(at.begun, at.places[:, None], axis=1)[:, 0] > 0
+        # The first backward of a stage has nothing to add to: its gradients become the accumulated ones.
         holds = (not self._adds_in_place) & (self._takes_each | ~is_begun)
         working = np.where(holds, holding[at.places, at.codes], plain[at.places, at.codes])
         passing = self._passing_bytes(stages, run, place)
@@ -188,6 +193,7 @@ class _Place:
         of_place = run.recurrence.stages[place]
         sizes = [max(stages.input_bytes(stage), stages.output_bytes(stage)) for stage in of_place]
         messages = sum(stages.output_bytes(stage) for stage in run.ends(place)) + sum(sizes)
+        # Inputs of all microbatches are cast when the batch is split, before the first forward.
         return messages + run.num_microbatches * stages.profile.cast_bytes
 
     @cached_property
@@ -258,6 +264,8 @@ class PipelineParts:
                 known[id(plan)] = _Place(blueprint, machine, place)
             entry = (blueprint.stage_place_of(place), known[id(plan)])
             self._all.append(entry)
+            # The planner's places of a stage share a plan (`AlikePlaces`) and are counted once. An engine's places have
+            # a plan each, so `memory_by_place` has an entry for every place.
             if [entry] != self._places[-1:]:
                 self._places.append(entry)
         self._kinds = list(known.values())
@@ -301,6 +309,7 @@ class PipelineParts:
         for number, place in self._all:
             of_place, each = run.recurrence.stages[number], place.reducing
             if self._overlaps:
+                # A reduction has the time of a microbatch to end. Only the time beyond it is waited for.
                 computing = run.outcome.busy[number] / run.recurrence.num_microbatches
                 each = [max(0.0, sum(each) - computing) / len(of_place)] * len(of_place)
             for stage, seconds, share in zip(of_place, each, place.shares_of_halves, strict=True):
@@ -322,5 +331,6 @@ def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) ->
     assert blueprint.pipeline is not None
     schedule = blueprint.pipeline.schedule
     stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine, blueprint.transport))
+    # Bytes do not depend on times, so messages may take 0 seconds: [Note: recurrence] in fast_simulation.py.
     run = ScheduleRun.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
     return PipelineParts(blueprint, machine).memory(stages, run)

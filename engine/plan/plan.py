@@ -302,6 +302,7 @@ def _reasons(
         if key not in config.planned_keys:
             continue
         chosen = getattr(choice, name)
+        # `best` is ordered by time, so the first with another value is the fastest rival.
         rival = next((found for found in result.best if getattr(found.item, name) != chosen), None)
         if all(getattr(each, name) == chosen for each in choices):
             reasons[key] = "no other value is possible here"

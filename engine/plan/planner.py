@@ -98,6 +98,7 @@ class Planner:
 
     def _estimated(self, choice: Choice) -> Estimate:
         config, states = self._resolved(choice), choice.without_batch()
+        # Layer-by-layer accumulation has stages of a pipeline with a single rank, and the parts below do not apply.
         if self._is_layered:
             in_layers = self._once("layers", states, lambda: LayeredParts(self._of_states(choice), self.machine))
             profile = self.profile(choice.rows, choice.every, degrees=choice)
@@ -239,6 +240,7 @@ class Planner:
 
         def line(rows: int, every: int) -> Profile:
             """Return a profile that is at most that of a run."""
+            # Parts of a sequence may differ in more than the rows, so no line through two runs is below a third.
             if rows <= _SECOND or split.sequence > 1:
                 return self.profile(rows, every, degrees=split)
             first, second = (self.profile(count, every, degrees=split) for count in (_FIRST, _SECOND))

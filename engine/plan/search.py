@@ -80,8 +80,10 @@ def search(
     num_evaluated = 0
     for number in order:
         least = bounds[number]
+        # Fast items that do not fit tell the user how much a larger device would gain.
         may_be_beyond = len(beyond) < num_beyond and (not best or least.seconds < best[0].seconds)
         may_be_best = least.fits and (len(best) < count or least.seconds <= best[-1].seconds)
+        # `best[0]` may still become faster, so the members are filtered again at the end.
         is_slow = bool(best) and least.seconds > SLOWEST * best[0].seconds
         may_be_on_front = least.fits and not is_slow and not _covers(front, least)
         if not (may_be_best or may_be_on_front or may_be_beyond):
@@ -93,6 +95,7 @@ def search(
             _add(front, found)
         elif may_be_beyond:
             beyond.append(found)
+    # An item that was faster than the best of its time may be slower than the final best.
     beyond = [found for found in beyond if not best or bounds[found.number].seconds < best[0].seconds]
     members = [found for found in front if found.seconds <= SLOWEST * best[0].seconds]
     return Result(tuple(best), tuple(members), tuple(beyond), len(items), num_evaluated)
@@ -100,6 +103,7 @@ def search(
 
 def _covers(front: Sequence[Found[Item, Value]], least: Bound) -> bool:
     """Return whether a member of the front is faster and no larger, or no slower and smaller."""
+    # Along the front bytes fall as seconds rise, so among members that are no slower the last is the smallest.
     place = bisect.bisect_right(front, least.seconds, key=lambda member: member.seconds)
     if not place:
         return False
@@ -111,6 +115,7 @@ def _add(front: list[Found[Item, Value]], found: Found[Item, Value]) -> None:
     place = bisect.bisect_left(front, found.order, key=lambda member: member.order)
     if place and found.nbytes >= front[place - 1].nbytes:
         return
+    # Slower members that are as large or larger are beaten now.
     front[place:] = [found, *(member for member in front[place:] if member.nbytes < found.nbytes)]
 
 

@@ -93,6 +93,7 @@ class PlannedSplits:
                     'their calls depend on values, and a plan has none. Train without a plan (no "auto" in the '
                     "config), or put the experts into a module with parameters of shape (experts, ..., ...)"
                 )
+        # Rank 0 of the experts stands for all: their ranks have equal numbers of experts.
         share_of = shares_of(tensor, experts, {EXPERT: 0, TENSOR: self.tensor_place}.__getitem__)
         for param in model.parameters() if self.tensor > 1 or self.expert > 1 else ():
             param.data = torch.empty(share_of(param).tensor_shard.shape, dtype=param.dtype, device=_META)
@@ -130,6 +131,7 @@ class MetaTransport(SoloTransport):
     def open_slot(self, numel: int, dtype: torch.dtype, what: str) -> Tensor:
         if self._kind == "native":
             return torch.empty(numel, dtype=dtype, device=_META)
+        # The tracker must not see a slot. `slot_bytes` counts slots, because they outlive microbatches.
         with _disable_current_modes():
             slot = torch.empty(numel, dtype=dtype, device=_META)
         self._tracker.leave_out(slot)
@@ -151,6 +153,7 @@ class MetaTransport(SoloTransport):
         if self._kind == "native":
             return Terms(Pending(), slice(0, out.numel()), lambda: [slot], lambda: None)
         self._receive(slot[regions_of(out.numel(), self.size)[self.rank]])
+        # An empty region: nothing is summed on the meta device.
         return Terms(Pending(), slice(0, 0), lambda: [slot[:0]], lambda: None)
 
     def swap(self, out: Tensor, given: Tensor, numels: Numels, what: str) -> Pending:
@@ -293,7 +296,9 @@ def _evenly(size: int, per_rank: int, counts: Tensor, num_tokens: int) -> Slots:
     per_rank: experts of a rank.
     """
     k, num_experts = counts.shape[2], per_rank * size
+    # Hypergeometric: P(n of a token's k experts are on this rank) = C(e, n) C(E - e, k - n) / C(E, k).
     exactly = [comb(per_rank, n) * comb(num_experts - per_rank, k - n) / comb(num_experts, k) for n in range(k + 1)]
+    # Slot s has the tokens with more than s experts on this rank.
     slots = tuple(round(num_tokens * sum(exactly[slot + 1 :])) for slot in range(k))
     return ((slots,) * size,) * size
 
@@ -306,9 +311,11 @@ def _with_values(batch: Any, rows: int) -> Any:
     for name, value in batch.items():
         if isinstance(value, Tensor) and value.dim():
             shape = (rows, *value.shape[1:])
+            # Expanded from a single number: a mask of 1 masks nothing, and takes no memory.
             fill = torch.ones((), dtype=value.dtype) if name == "attention_mask" else torch.zeros((), dtype=value.dtype)
             found[name] = fill.expand(shape)
     positions = found.get("position_ids")
     if isinstance(positions, Tensor):
+        # Ascending positions say that no row has several packed samples.
         found["position_ids"] = torch.arange(positions.shape[-1]).expand(positions.shape)
     return found

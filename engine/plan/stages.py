@@ -52,8 +52,10 @@ class Stages:
         """Return seconds and bytes of each stage. Each half of a split backward takes half of its time."""
         forward = tuple(sum(self.work.forward(name) for name, _ in parts) for parts in self.parts)
         backward = tuple(sum(self.work.backward(name) for name, _ in parts) for parts in self.parts)
+        # Of a linear layer y = x w^T, I computes dx = dy w and W computes dw = dy^T x: as many operations.
         halves = tuple(seconds / 2 for seconds in backward)
         kept = tuple(map(float, self.kept_bytes))
+        # With recomputation the tensors of W are made in the backward, and a stage keeps less before it.
         put_off = tuple(map(min, kept, map(float, self.put_off_bytes)))
         nothing = (0.0,) * len(forward)
         return Costs(forward, backward, halves, halves, kept, put_off, nothing, send_seconds)
@@ -64,6 +66,7 @@ class Stages:
         found = []
         for stage, parts in enumerate(self.parts):
             total = self.input_bytes(stage) + sum(part.kept_bytes for _, part in parts)
+            # The next stage has the output as its input: a message is counted with its receiver.
             found.append(max(0, total - (self.output_bytes(stage) if stage + 1 < len(self.parts) else 0)))
         return tuple(found)
 
@@ -89,6 +92,7 @@ class Stages:
             forward = max(forward, base + part.forward_peak_bytes)
             base += part.kept_bytes
         gradients = put_off = 0
+        # From the last part to the first, as a backward goes. `bases` has the bytes that earlier parts still keep.
         for base, (_, part) in zip(reversed(bases), reversed(self.parts[stage]), strict=True):
             peak = part.holding_peak_bytes if holds else part.backward_peak_bytes
             backward = max(backward, base + gradients + peak)

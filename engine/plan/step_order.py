@@ -39,6 +39,7 @@ class SimulatedTimeline:
 
     def start(self, kind: str, seconds: float) -> float:
         """Queue a collective and return its end."""
+        # It starts after the collective before it and after the computing launched so far, as on a stream.
         self._free = max(self._free, self.now) + seconds
         self.sent += seconds
         if not self.overlaps:
@@ -127,6 +128,7 @@ class StepOrder:
             )
         self._run(UnitSequence(units, self.blueprint.prefetch_numel, Progress()))
 
+    # The sequence plans a backward only where autograd records, and a search may run under `no_grad`.
     @torch.enable_grad()
     def _run(self, sequence: UnitSequence) -> None:
         """Run forward and backward of a model that uses each unit once, in order."""
@@ -239,6 +241,7 @@ class _Group:
 
     def gather(self) -> None:
         self.start_gather()
+        # A prefetch may have started it long before. Computing waits for that start's end.
         if self._started is not None:
             self._step._wait(self._started)
         self._started = None
@@ -272,6 +275,7 @@ class _Gradient:
         step.staged_bytes += staged
         for message in messages:
             number = step._send("reduce", message)
+            # Never done early, so the sequence waits at the latest possible place.
             yield Pending(lambda: None, lambda: False)
             step._wait(number)
         step.staged_bytes -= staged

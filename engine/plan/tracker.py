@@ -120,12 +120,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_peak(self) -> int:
         """Return the peak so far. The next peak starts with the next allocation."""
+        # Zero, not `live`: memory that is live now belongs to the phase before, as `begin_gradient` explains.
         peak, self.peak = self.peak, 0
         return peak
 
     def leave_out(self, tensor: Tensor) -> None:
         """Do not count a storage."""
         storage = tensor.untyped_storage()
+        # It may have been counted: inputs exist before the tracker is told to leave them out.
         if id(storage) in self._seen:
             self.live -= storage.nbytes()
         self._seen[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage), 0))
@@ -142,13 +144,16 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if formula is not None:
             flops = formula(*args, **kwargs, out_val=result)
             place = _IS_CAUSAL.get(packet)
+            # With a causal mask a token attends to half of the tokens on average.
             flops = flops // 2 if place is not None and len(args) > place and args[place] else flops
             self.counts.flops += flops
             self._called_product(packet, flops, outputs)
             return result
         nbytes = 0
+        # An operation that makes no storage and writes nothing is a view: it moves no bytes.
         if (any(made) or func._schema.is_mutable) and packet not in _ONLY_ALLOCATE:
             read = args[1:] if packet is _aten.embedding else args  # only some rows of the table are read
+            # An in-place result is counted as argument and as output: it is read and written.
             nbytes = sum(tensor.nbytes for tensor in (*_given(read), *_given(kwargs.values()), *outputs))
             self.counts.traffic += nbytes
         if nbytes:
@@ -170,6 +175,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if key in self._seen:
             return False
         nbytes = storage.nbytes()
+        # torch keeps a Python object for a storage as long as the storage lives, so its id names the storage.
         self._seen[key] = weakref.ref(storage, partial(self._forget, key, nbytes))
         self.live += nbytes
         self.peak = max(self.peak, self.live)

@@ -39,6 +39,7 @@ def measure(say: Callable[[str], None], folder: Path | None, counts: Sequence[in
     found: dict[int, Speeds] = {}
     for count in counts:
         smaller = [speeds for fewer, speeds in found.items() if num_cores() <= fewer < count]
+        # More ranks than cores take turns, so their speeds follow from those of fewer ranks.
         known = smaller[-1].slower(count).computing if smaller else {}
         found[count] = _of_ranks(count, folder, known, lambda text, count=count: say(f"{count} ranks: {text}"))  # type: ignore[misc]
     about = {
@@ -69,6 +70,7 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stream, preexec_fn=end_with_parent
             )
+        # Reading the output below has no timeout.
         late = threading.Timer(_TIMEOUT_SECONDS, process.terminate)
         late.start()
         try:

@@ -74,6 +74,7 @@ def curve_of(points: list[tuple[float, float]]) -> Curve:
         by_size.setdefault(size, []).append(seconds)
     least, descending = float("inf"), []
     for size in sorted(by_size, reverse=True):
+        # From the largest size down: noise of a small size cannot exceed a larger size.
         least = min(least, statistics.fmean(by_size[size]))
         descending.append((size, least))
     sizes, times = zip(*reversed(descending), strict=True)
@@ -89,6 +90,7 @@ def seconds_of(call: Call, meet: Meet) -> float:
     call()
     start = clock()
     call()
+    # A clock of a microsecond would spoil the time of a short call, so a sample has at least a millisecond of calls.
     count = max(1, min(1000, round(_LEAST_SECONDS / max(clock() - start, 1e-7))))
     least = float("inf")
     for _ in range(_SAMPLES):
@@ -111,6 +113,7 @@ def _measure(call: Call, found: dict[str, list[tuple[float, float]]], meet: Meet
     with torch.no_grad(), tracker:
         call()
         operations = [operation for operation in tracker.counts.operations if operation.name != "view"]
+    # A call must be a single operation of the tracker, or its seconds would belong to several curves.
     (operation,) = operations
     with torch.no_grad():
         seconds = seconds_of(call, meet) / operation.calls
@@ -137,6 +140,7 @@ def _products(dtype: torch.dtype) -> Iterator[Call]:
 def _elementwise(dtype: torch.dtype, numel: int) -> Iterator[Call]:
     """Yield elementwise calls on tensors of `numel` elements in rows of _WIDTH."""
     aten, rows = torch.ops.aten, numel // _WIDTH
+    # Shifted from zero, for divisions and square roots.
     x, y = torch.randn(rows, _WIDTH).to(dtype), torch.rand(rows, _WIDTH).to(dtype) + 0.5
     weight, column = torch.ones(_WIDTH, dtype=dtype), y[:, :1].contiguous()
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
@@ -252,6 +256,7 @@ class _Training:
 
     def __init__(self, width: int) -> None:
         block_bytes = 4 * sum(param.numel() for param in MeasuredBlock(width).parameters())
+        # More parameters than caches hold, as in a training: see [Note: calls].
         count = max(_LEAST_BLOCKS, math.ceil(_LEAST_BYTES / block_bytes))
         self._model = nn.Sequential(*(MeasuredBlock(width) for _ in range(count)))
         self._x = torch.randn(_ROWS, _TOKENS, width, requires_grad=True)
@@ -310,6 +315,7 @@ def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
                 [_lacking(measured, world, transport, stage, count) for count in _COUNTS] for _ in range(_ENGINE_ROUNDS)
             ]
             few, many = map(min, zip(*rounds, strict=True))
+            # seconds(n blocks) = step + n x unit: two numbers of blocks give both.
             unit = max(_LEAST_OF_CALL, (many - few) / (_COUNTS[1] - _COUNTS[0]))
             step = max(_LEAST_OF_CALL, few - _COUNTS[0] * unit)
             found[f"{transport} unit {stage}"] = Curve((0.0,), (unit,))
@@ -341,4 +347,5 @@ def _lacking(measured: Measured, world: World, transport: str, stage: int, count
             start = clock()
             engine.train_step(batch)
             times.append(clock() - start)
+    # The first steps make states and buffers.
     return min(times[2:]) - predicted

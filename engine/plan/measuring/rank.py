@@ -41,6 +41,7 @@ def main(arguments: list[str]) -> None:
     """Measure, and write the curves of this rank."""
     request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
     curves = {name: curve(points) for name, points in request["seconds"].items()}
+    # As the engine does: else each new tensor of a large call would pay for new pages of the system.
     keep_heap()
     world = World.join("cpu")
 
@@ -89,6 +90,7 @@ def _updates(meet: Meet) -> Curves:
     options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
     for numel in _NUMELS:
         gradient = torch.ones(numel)
+        # Each call takes the next states of the pool, because the last states are still in a cache.
         parts = cycle(pool[: pool.numel() // (4 * numel) * 4 * numel].view(-1, 4, numel).unbind())
 
         def step(parts: Iterator[torch.Tensor] = parts) -> None:
@@ -98,6 +100,7 @@ def _updates(meet: Meet) -> Curves:
         def look(g: torch.Tensor = gradient) -> None:
             torch.isfinite(squares_by_block(g, BLOCK_NUMEL)).all()
 
+        # Bytes as `update_seconds` counts them: 2 x 8 of the moments, 4 of the gradient, 4 of the parameter.
         update.append((24.0 * numel, seconds_of(step, meet)))
         inspect.append((4.0 * numel, seconds_of(look, meet)))
     return {"update": curve_of(update), "inspect": curve_of(inspect)}
@@ -134,6 +137,7 @@ def _messages(world: World, transport: str) -> Curves:
     try:
         axis = mesh.axes["shard"]
         axis.transport.reserve_slots(4 * _NUMELS[-1], _SLOTS)
+        # A rank sends (r - 1) / r of n float32 elements.
         sizes = [(4.0 * (numel // size) * (size - 1), numel) for numel in _NUMELS]
         found = {
             f"{transport} reduce": [(sent, _together(world, partial(_reduce, axis, numel))) for sent, numel in sizes]
@@ -167,6 +171,7 @@ def _gather(axis: Axis, numel: int) -> None:
 
 def _pass_on(mesh: Mesh, numel: int) -> None:
     """Exchange messages between ranks 0 and 1, 2 and 3, and so on."""
+    # With an odd number of ranks the last has no partner and only waits at the barriers.
     pair = mesh.axes["shard"].rank ^ 1
     if pair < mesh.axes["shard"].size:
         mesh.peers.exchange(torch.empty(numel), torch.empty(numel), pair, 0, "a message").wait()

@@ -138,8 +138,8 @@ def _nvme_paths(node: Any) -> Iterator[str]:
 def clock_offset(results: Sequence[CheckResult], sent: float, received: float) -> float | None:
     """Return the host's clock minus the launcher's, in seconds, exact to half of the messages' time.
 
-    sent, received: time.time() of the launcher around the checks. None without a clock in `results`. Source: RFC 5905
-    (NTP), section 8.
+    sent, received: time.time() of the launcher when it asked, and when this host's answer came. None without a clock in
+    `results`. Source: RFC 5905 (NTP), section 8.
     """
     clocks = {result.name: result.value for result in results}
     start, end = clocks.get("clock_start"), clocks.get("clock_end")

@@ -1,6 +1,7 @@
 """The launcher's connections to the agents of a job: connect, ask, send, and notice losses."""
 
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -21,7 +22,7 @@ Answer = TypeVar("Answer", Held, Reached, Checked)
 class Peer:
     """A host. hello: None until its agent has spoken. lost: why it has no agent.
 
-    running: its ranks that have started and not ended.
+    running: its ranks that have started and not ended. answered_at: time.time() of its last answer to `ask`.
     """
 
     index: int
@@ -31,6 +32,7 @@ class Peer:
     lost: str | None = None
     talk: list[str] = field(default_factory=list)
     running: set[int] = field(default_factory=set)
+    answered_at: float = 0.0
 
     def send(self, message: Message) -> None:
         """Send to its agent, if any."""
@@ -190,6 +192,7 @@ class Peers:
     def answered(self, peer: Peer, message: Message) -> None:
         """Take an answer to `ask`."""
         self._answers[peer.index] = message
+        peer.answered_at = time.time()
 
     def leave(self, message: Leave, timeout_seconds: float) -> None:
         """Send `message` to all agents, wait for them to end, then close the channels and the transport."""

@@ -127,14 +127,15 @@ def _checked(
     checks = {host.index: Check(request_for(plan, host, folders, held_port)) for host in plan.hosts}
     sent = time.time()
     answers = peers.ask(checks, Checked, is_cut_short, is_complete=False)
-    received = time.time()
     checked = []
     for peer in peers.all:
         found = answers.get(peer.index)
         results = found.results if found is not None else ()
         report = peer.hello.report if peer.hello is not None else None
         error = "" if found is not None else f"no answer within {ANSWER_SECONDS:g} s"
-        checked.append(HostChecks(peer.name, results, report, clock_offset(results, sent, received), error))
+        # By its arrival: `ask` returns when the slowest host has answered, and half of that wait would be an offset.
+        offset = clock_offset(results, sent, peer.answered_at)
+        checked.append(HostChecks(peer.name, results, report, offset, error))
     return checked
 
 

@@ -2,12 +2,16 @@
 
 import contextlib
 import os
+import re
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import pytest
 
+from lowtide.launch.hosts.facts import CheckResult
 from lowtide.launch.hosts.host import Allocation, Host, LaunchError
 from lowtide.launch.hosts.report import report_host
 from lowtide.launch.job import peers
@@ -21,22 +25,25 @@ from tests.kit.training import refusal
 
 Answer = Callable[[str, Message], Message | None]
 HOSTS = ("n1", "n2", "n3")
+CLOCK = re.compile(r"([+-]\d+\.\d{3}) s\b")
+NO_DELAY: Mapping[str, float] = MappingProxyType({})
 
 
 class ScriptedTransport(AgentTransport):
     """Its agents live in this process: what each answers is a function of the host and the message.
 
-    answer: gives the agent's message, or None for silence; Beats are answered always.
+    answer: gives the agent's message, or None for silence; Beats are answered always. late: seconds of a host's checks.
     """
 
     advice = "This is the advice."
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, answer: Answer, late: Mapping[str, float] = NO_DELAY) -> None:
+        self._answer, self._late = answer, late
         self._channels: list[Channel] = []
 
     def start(self, loop: Loop, hosts: Sequence[str], events: Events) -> None:
         """See Transport."""
+        self._loop = loop
         for index, host in enumerate(hosts):
             ours, theirs = (end.detach() for end in socket.socketpair())
             received = partial(self._received, index, host)
@@ -46,7 +53,8 @@ class ScriptedTransport(AgentTransport):
 
     def _received(self, index: int, host: str, message: Message) -> None:
         if (answer := self._answer(host, message)) is not None:
-            self._channels[index].send(answer)
+            seconds = self._late.get(host, 0.0) if isinstance(answer, Checked) else 0.0
+            self._loop.after(seconds, lambda: self._channels[index].send(answer))
 
     def why_lost(self, index: int) -> str:
         """See Transport."""
@@ -58,9 +66,16 @@ class ScriptedTransport(AgentTransport):
             channel.close()
 
 
-def prepare(loop: Loop, answer: Answer, said: list[str], seconds: float = 5.0, hosts: Sequence[str] = HOSTS) -> None:
+def prepare(
+    loop: Loop,
+    answer: Answer,
+    said: list[str],
+    seconds: float = 5.0,
+    hosts: Sequence[str] = HOSTS,
+    late: Mapping[str, float] = NO_DELAY,
+) -> None:
     """Raises LaunchError where agents with these answers do not make a job."""
-    transport = ScriptedTransport(answer)
+    transport = ScriptedTransport(answer, late)
     allocation = Allocation("a test", "ssh", tuple(Host(name, (0,)) for name in hosts))
     found = Peers(loop, hosts, transport, lambda peer, message: found.answered(peer, message), _unexpected, said.append)
     try:
@@ -149,3 +164,18 @@ def test_checks_that_do_not_come_are_told_and_nothing_is_started(loop: Loop, mon
     assert text.startswith("nothing was started. Fix the faults above, or skip")
     assert sorted(asked) == list(HOSTS)
     assert any("no answer within 30 s" in line for line in said)
+
+
+def test_a_slow_host_does_not_shift_the_clocks_of_the_remaining_hosts(loop: Loop) -> None:
+    def answer(host: str, message: Message) -> Message | None:
+        if isinstance(message, Check):
+            return Checked(tuple(CheckResult(name, time.time()) for name in ("clock_start", "clock_end")))
+        return well(host, message)
+
+    said: list[str] = []
+    with contextlib.suppress(LaunchError):  # of checks that found nothing else
+        prepare(loop, answer, said, late={"n3": 1.0})
+    table = next(text for text in said if text.startswith("hosts of the job:"))
+    offsets = {line.split()[0]: float(found[1]) for line in table.splitlines() if (found := CLOCK.search(line))}
+    assert offsets.keys() == set(HOSTS)
+    assert max(abs(offsets[host]) for host in ("n1", "n2")) < 0.25

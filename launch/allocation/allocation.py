@@ -53,6 +53,7 @@ def find_allocation(
     full_name: returns this machine's name. Raises LaunchError for contradictions, unknown hosts and unreadable files.
     """
     _check(request)
+    # Named hosts come first, even with --transport local. `_with_transport` then refuses more than a single host.
     if request.transport == "local" and request.hosts is None and request.hostfile is None:
         found = _over_others(_this_machine(), "--transport local", environ)
     elif request.host_index is not None:
@@ -61,6 +62,7 @@ def find_allocation(
         found = _named(request, environ, full_name)
     else:
         found = _part_of(request, environ, full_name) or _this_machine()
+    # Nothing is planned for a rank, so the flags below would have no effect without saying so.
     if found.part == "rank":
         return _as_rank(found, request)
     return _applied(found, request)
@@ -123,6 +125,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
         hosts, source, flag = read_hostfile(path), f"hostfile {path}", "--hostfile"
     # A name may be `user@localhost`.
     loopback = [host.name for host in hosts if host.name.rpartition("@")[2] in _LOOPBACK]
+    # MASTER_ADDR comes from this name, and every host would look for the store on itself.
     if loopback and len(hosts) > 1:
         raise LaunchError(
             f'{source}: other hosts cannot reach "{loopback[0]}" by that name. Write the name by which they know this '
@@ -151,6 +154,7 @@ def _by_hand(request: AllocationRequest) -> Allocation:
         raise LaunchError(f'--meet: expected HOST:PORT, for example node1:23456, found "{meet}"')
     if not 0 <= index < count:
         raise LaunchError(f"--host-index {index} is not between 0 and {count - 1}, for --num-hosts {count}")
+    # Only host 0 is known by name. The names of the rest are for messages.
     hosts = tuple(Host(address if number == 0 else f"host-{number}") for number in range(count))
     source = f"--host-index {index} of --num-hosts {count}, meeting at {meet}"
     if count == 1:
@@ -183,6 +187,7 @@ def _applied(found: Allocation, request: AllocationRequest) -> Allocation:
                 "on fewer hosts"
             )
         found = replace(found, hosts=select(found.hosts, request.include, request.exclude))
+    # Last, because --include and --exclude change the number.
     if request.num_hosts is not None and request.num_hosts != len(found.hosts):
         raise LaunchError(
             f"--num-hosts {request.num_hosts} contradicts the {len(found.hosts)} hosts of {found.source}: remove it"

@@ -130,6 +130,7 @@ def _joined(source: str, rendezvous: Rendezvous, names: list[str], nproc: int | 
             "Check --num-hosts"
         )
     hosts = tuple(map(Host, names))
+    # A job of a single pod has nobody to join, so it needs no open port.
     if len(hosts) == 1:
         return Allocation(source, "local", hosts, nproc=nproc, notes=tuple(notes))
     part: Part = "agent" if rendezvous.index else "launcher"

@@ -237,5 +237,6 @@ def _slots(environ: Mapping[str, str]) -> dict[str, int]:
 
 def _runs_only_the_script(slots: Mapping[str, int], environ: Mapping[str, str]) -> bool:
     first, *rest = slots
+    # By name, or on CSM systems (Summit) by its variable. An ordinary host with a single slot is not left out.
     named_so = _BATCH_HOST.fullmatch(first) is not None or "CSM_ALLOCATION_ID" in environ
     return named_so and slots[first] == 1 and all(slots[name] > 1 for name in rest)

@@ -55,6 +55,7 @@ def find_mpi(environ: Mapping[str, str]) -> Allocation | None:
 
 def _part(name: str, source: str, place: tuple[int, int, int, int], environ: Mapping[str, str]) -> Allocation:
     rank, size, local_rank, local_size = place
+    # All processes are on this host, so the loopback suffices.
     address = "127.0.0.1" if local_size == size else _address(source, environ)
     # The port is a hash of this name, so it must be equal on all hosts and differ between two runs.
     job = next((environ[key] for key in _IDENTITIES if environ.get(key)), address)
@@ -86,6 +87,7 @@ def _address(source: str, environ: Mapping[str, str]) -> str:
 def _names(size: int, address: str, environ: Mapping[str, str]) -> list[str]:
     """Return names to show: the resource manager's if their number matches."""
     managed = node_names(environ) or host_names(environ)
+    # The manager may list more hosts than mpirun uses.
     return managed if len(managed) == size else [address, *(f"mpi-{rank}" for rank in range(1, size))]
 
 

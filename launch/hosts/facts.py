@@ -158,6 +158,7 @@ def _probes(request: CheckRequest) -> dict[str, Probe]:
         module = request.module
         probes["module"] = lambda: _module_origin(module, [request.folder, *request.search_path])
     for name in request.write_folders:
+        # `partial` binds this folder. A lambda would see the last folder of the loop.
         probes[f"write_folder {name}"] = partial(_free_after_writing, folder / name)
     if request.master_address:
         probes["master_address"] = lambda: _resolved(request.master_address)

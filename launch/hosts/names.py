@@ -42,6 +42,7 @@ def expand_one(item: str) -> list[str]:
     count = 1
     for choice in choices:
         count *= len(choice)
+    # Before the product is made: several ranges in a word multiply.
     if count > MAX_HOSTS:
         raise LaunchError(f'"{item}" is {count} hosts, more than the limit of {MAX_HOSTS}: check the range')
     names = ["".join(choice) for choice in itertools.product(*choices)]

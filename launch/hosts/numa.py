@@ -49,6 +49,7 @@ def core_limit(root: Path) -> int | None:
     cgroup-v2.rst, "cpu.max"; sched-bwc.rst for version 1.
     """
     limits = [limit for folder, _ in control_groups(root, "cpu") if (limit := _quota(folder)) is not None]
+    # Rounded up: with a quota of 1.5 processors, two threads are busy for three quarters of the time.
     return max(1, math.ceil(min(limits))) if limits else None
 
 
@@ -57,6 +58,7 @@ def split(cores: Cores, count: int) -> list[tuple[int, ...]]:
 
     With fewer cores than pieces, all pieces are empty.
     """
+    # Sharing a core between bound ranks is worse than letting the kernel move them.
     if len(cores) < count:
         return [()] * count
     size, rest = divmod(len(cores), count)

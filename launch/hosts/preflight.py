@@ -88,6 +88,7 @@ def request_for(
     program, *rest = plan.command
     is_module = rest[:1] == ["-m"]
     environment = {**plan.environment, **(host.ranks[0].environment if host.ranks else {})}
+    # The agent imports lowtide alone, with -P. The ranks import the script's modules with this path.
     search_path = environment.get("PYTHONPATH", "")
     return CheckRequest(
         num_ranks=len(host.ranks),
@@ -129,6 +130,7 @@ def _nvme_paths(node: Any) -> Iterator[str]:
             yield from _nvme_paths(item)
     if isinstance(node, dict):
         path = node.get("nvme_path")
+        # An `nvme_path` of an offload that is off may name a folder that does not exist.
         if isinstance(path, str) and node.get("device") == "nvme":
             yield path
         for item in node.values():

@@ -52,6 +52,7 @@ class Attempts:
         self._allocation = allocation
         self._hosts = list(allocation.hosts)
         self._most = min(request.max_hosts or len(self._hosts), len(self._hosts))
+        # Without --min-hosts a restart needs as many hosts as the first attempt had.
         self._least = min(request.min_hosts or self._most, self._most)
         self._blamed: tuple[str, int] = ("", 0)  # host of the last first failure, and how often in a row
         self._attempt = Attempt(str(uuid.uuid4()))  # the first plan gives its first world size

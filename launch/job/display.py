@@ -175,6 +175,7 @@ class Display:
     def _show_due(self, everything: bool) -> None:
         now = time.monotonic()
         is_due = self._is_terminal and now >= self._plain_since + _UNENDED_SECONDS
+        # A prompt or dots without a newline should be seen soon, but a file must not get half a line.
         if self._plain_rest and (everything or is_due or len(self._plain_rest) > _UNENDED_BYTES):
             self._show_plain(self._plain_rest)
             self._plain_rest = b""

@@ -96,6 +96,7 @@ def obituary(failure: Failure, world_size: int, has_many_hosts: bool, ended: Seq
     text = f"rank {failure.rank} of {world_size} ({where}) {_reason(failure.status)}"
     if world_size > 1:
         text += "; the other ranks were stopped" if len(ended) < world_size - 1 else ""
+    # A frequent mistake with an obscure symptom: the remaining ranks fail in a collective of the ended rank.
     if ended:
         text += (
             f". {named(ended)} had ended before with exit status 0: if rank {failure.rank} still trained, the ranks "
@@ -159,6 +160,7 @@ def outcome_of(
     # If the clocks do not tell whether the signal or a rank's end came first, the signal caused the end.
     latest = float("inf") if failure is None else failure.clock + failure.uncertainty
     if stop.number is not None and latest > stop.time and (failure is not None or not was_started):
+        # As a shell reports a program that a signal has ended.
         return JobOutcome(128 + stop.number, None, stop.number, tuple(lost_hosts), was_started)
     status = 0 if failure is None else failure.exit_status
     return JobOutcome(status, failure, None, tuple(lost_hosts), was_started, tuple(ended))

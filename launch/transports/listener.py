@@ -37,6 +37,7 @@ class Listener:
         self._socket = socket.create_server(
             ("", port),
             family=socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET,
+            # All agents of a large job connect in the same second.
             backlog=1024,
             dualstack_ipv6=socket.has_dualstack_ipv6(),
         )
@@ -69,6 +70,7 @@ class Listener:
             address = Counter(stranger.address for stranger in self._strangers).most_common(1)[0][0]
             oldest = next(stranger for stranger in self._strangers if stranger.address == address)
             self._refuse(oldest, f"{MAX_STRANGERS} connections wait for their proof, and this is the oldest")
+        # A dual-stack socket shows IPv4 addresses in IPv6 form.
         address = str(place[0]).removeprefix("::ffff:")
         self._strangers.append(_Stranger(self._loop, connection, address, self._token, self._admit, self._refuse))
 

@@ -151,6 +151,7 @@ class Channel:
         if not chunk:
             self._lose("the connection ended")
             return
+        # Any bytes are a sign of life, also a part of a line.
         self._heard_at = time.monotonic()
         self._silent_seconds = 0.0
         self._rest += chunk
@@ -188,6 +189,7 @@ class Channel:
 
     def _take_beat(self, beat: Beat) -> None:
         now = time.monotonic()
+        # A question from the launcher: the agent answers at once, so the time between is that of the way alone.
         if beat.clock is None:
             self.send(Beat(beat.sent, now))
         else:
@@ -195,6 +197,7 @@ class Channel:
 
     def _take_clock(self, sent: float, answered: float, received: float) -> None:
         """Update the clock offset. answered: by the peer's clock. A quicker answer is more exact."""
+        # The true offset lies within half of the round trip of the middle (NTP, RFC 5905). The shortest trip is kept.
         if (received - sent) / 2 < self.clock_uncertainty:
             self.clock_uncertainty = (received - sent) / 2
             self.clock_offset = answered - (sent + received) / 2

@@ -168,6 +168,7 @@ def _proved(peer: str, token: str) -> tuple[int, Seal]:
     try:
         # Messages are short and wait for answers: Nagle's algorithm would delay each by the peer's acknowledgement.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # For both messages together: a program that sends a byte now and then must not hold the agent.
         deadline = time.monotonic() + PROOF_SECONDS
         handshake = AgentHandshake(token)
         connection.sendall(handshake.answer(_received(connection, GREETING_BYTES, deadline)))

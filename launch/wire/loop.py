@@ -41,6 +41,7 @@ class Loop:
         self._before: dict[int, object] = {}
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
+        # Python's signal handler must not block: if the pipe is full, the loop wakes in any case.
         os.set_blocking(self._wake_write, False)
         # The C handler of Python writes the signal's number there, so `select` returns and `_wake` knows the signal.
         self._fd_before = signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)

@@ -323,6 +323,7 @@ _KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__subcla
 def encode(message: Message) -> bytes:
     """Encode a message as a line without newline. Surrogates (in odd file names) travel unchanged."""
     plain = {"kind": type(message).__name__, **to_plain(message)}
+    # JSON escapes newlines in text, so a line is a message.
     return json.dumps(plain, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
 
 

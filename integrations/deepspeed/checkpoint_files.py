@@ -103,6 +103,7 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
     optimizers = _by_number(path.glob("*zero_pp_rank_*_optim_states.pt"), r"zero_pp_rank_(\d+)_")
     layers = sorted(path.glob("layer_*-model_states.pt"))
     has_model_ranks = any("mp_rank_00" not in file.name for file in (*by_rank, *optimizers))
+    # A pipeline may have several model files: its weights are in the layer files.
     if has_model_ranks or (len(files) > 1 and not layers):
         raise CheckpointError(
             f"{path}: expected one rank of model parallelism, found several. Merge them with DeepSpeed first"
@@ -148,6 +149,7 @@ class _Reading:
         params = [name for name in self._weights if name not in buffers]
         names = [list(group) for group in shapes] or [params]
         steps = int(main.get("global_steps") or 0)
+        # The optimizer counts its updates. Without its count: all steps but the skipped.
         updates = int(max(self._steps)) if self._steps else steps - int(main.get("skipped_steps") or 0)
         scheduler = main.get("lr_scheduler")
         config = main.get("ds_config")
@@ -183,6 +185,7 @@ class _Reading:
         """Return the state of float16's loss scaler."""
         of = self._parts[0] if self._parts else {}
         found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else {}
+        # DeepSpeed raises the scale when this count is a multiple of the window.
         since = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
         return {
             "is_dynamic": bool(of.get("dynamic_loss_scale", False)),
@@ -231,6 +234,7 @@ class _Reading:
             for key, value in states[0].items():
                 if key == _STEP:
                     self._steps.append(float(value))
+                # A state of the shard's size belongs to its elements. A scalar belongs to no parameter.
                 elif isinstance(value, Tensor) and value.numel() == masters[0][index].numel():
                     whole: dict[str, Tensor] = {}
                     concatenate([state[key].reshape(-1) for state in states], group, whole)
@@ -248,6 +252,7 @@ class _Reading:
                 raise CheckpointError(
                     f"{self._path}: expected {offset + numel} elements for '{name}', found {flat.numel()}"
                 )
+            # Copied, or each parameter would keep the whole flat group in memory.
             out[name] = flat[offset : offset + numel].view(tuple(shape)).clone()
             offset += numel
 
@@ -255,6 +260,7 @@ class _Reading:
         offset = 0
         for name, shape in group.items():
             numel = math.prod(shape)
+            # ceil(n / ranks): see [Note: flat groups].
             row = -(-numel // len(parts))
             if offset + row > parts[0].numel():
                 raise CheckpointError(
@@ -331,6 +337,7 @@ def load_pickle(path: Path) -> Any:
     """Read a file of torch.save: see [Note: safe unpickling]. Raises CheckpointError."""
     try:
         with safe_globals([defaultdict]):
+            # Named before loading: each such class is replaced by `_Unknown`, so no code of the file runs.
             unknown = get_unsafe_globals_in_checkpoint(path)
             with safe_globals([(_Unknown, name) for name in unknown]):
                 found = torch.load(path, map_location="cpu", weights_only=True)

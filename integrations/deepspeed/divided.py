@@ -76,6 +76,7 @@ class DividedParameters:
 
     def add(self, param: nn.Parameter) -> None:
         """Register a new parameter. May divide older parameters: a collective."""
+        # A subclass may store its values in another way, and a parameter without values has nothing to divide.
         if type(param) is not nn.Parameter or param.is_meta or not param.numel() or param in self._entries:
             return
         entry = _Entry(weakref.ref(param), self._num_made, param.nbytes, tuple(param.shape))
@@ -93,6 +94,7 @@ class DividedParameters:
     def _divide_oldest(self) -> None:
         if sum(entry.nbytes for entry in self._open) > self._limit:
             self._divide(self._open[:-_NEWEST])
+            # Parameters in use stay open. With the plain limit, each new parameter would try again, by a collective.
             self._limit = OPEN_BYTES + sum(entry.nbytes for entry in self._open[:-_NEWEST])
 
     def _divide(self, entries: list[_Entry]) -> None:
@@ -103,6 +105,7 @@ class DividedParameters:
                 self._take_part(entry)
             if set(states) in ({"ready"}, {"gone"}):
                 self._open.remove(entry)
+        # Without it the C library keeps the memory of the freed values.
         trim_heap()
 
     def _agree(self, action: str, entries: list[_Entry], own: object = None) -> list[Any]:
@@ -126,11 +129,13 @@ class DividedParameters:
         start, end = self._span(len(flat))
         entry.shape, entry.nbytes = tuple(param.shape), param.nbytes
         entry.part = _zeros_like(flat, end - start)
+        # In chunks: a message exists beside the parameter.
         for begin in range(0, len(flat), _CHUNK_NUMEL):
             chunk = self._world.broadcast_tensor(flat[begin : begin + _CHUNK_NUMEL], source)
             low, high = max(start, begin), min(end, begin + len(chunk))
             if low < high:
                 entry.part[low - start : high - start].copy_(chunk[low - begin : high - begin])
+        # It is a view of the values: `_close` frees them only if nothing refers to them.
         del flat
         self._close(entry, param)
 
@@ -150,6 +155,7 @@ class DividedParameters:
         entries: list[_Entry] = [self._entries[param] for param in params]
         divided = [entry for entry in entries if entry.part is not None]
         if divided:
+            # Make room first: the parameters below will be open.
             self._divide_oldest()
             self._agree("opens", divided)
         for entry in divided:
@@ -201,6 +207,7 @@ class DividedParameters:
     def _span(self, numel: int) -> tuple[int, int]:
         """Return [start, end) of this rank's part."""
         rank, size = self._world.rank, self._world.size
+        # Parts differ by at most an element, and together they are the whole.
         return numel * rank // size, numel * (rank + 1) // size
 
     def _forget_part(self, entry: _Entry, param: nn.Parameter) -> None:
@@ -251,6 +258,7 @@ def _fingerprint(param: nn.Parameter | None) -> object:
     if param is None:
         return None
     words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(param.element_size(), torch.uint8)
+    # `_version` does not see writes through `.data`, and the pointer does not see writes in place. The sum sees most.
     return param.data_ptr(), param._version, int(param.detach().reshape(-1).view(words).sum())
 
 
@@ -276,6 +284,7 @@ class _Maker:
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Parameter:
         made = self._make(*args, **kwargs)
+        # Parameters of other threads come at any time, and dividing is a collective.
         if threading.get_ident() == self._thread:
             self._table.add(made)
         return made

@@ -53,11 +53,13 @@ class Boundary:
     def is_at(self, number: int, accumulation: int) -> bool:
         """Return whether microbatch `number` (from 0) ends a step. Ignores `no_sync`."""
         if not self.is_managed:
+            # Only `step()` knows that a step ends, and it asks during the call.
             return self.is_in_step
         return (number + 1) % accumulation == 0 if self.forced is None else self.forced
 
     def may_end_at(self, number: int, accumulation: int) -> bool:
         """Return whether the backward of microbatch `number` may be the last of its step."""
+        # Each backward is reduced. `is_in_no_sync` is set too, so this comes first.
         if self.is_coalescing:
             return True
         return not self.is_in_no_sync and (not self.is_managed or self.is_at(number, accumulation))
@@ -167,6 +169,7 @@ class DeepSpeedEngine(nn.Module):
         if self.module.training:
             self.tput_timer.start()
         output = self.lowtide(*inputs, **kwargs)
+        # A script may call `loss.backward()` itself. Then nothing but this hook divides the gradient.
         if self.gradient_accumulation_steps() > 1 and torch.is_grad_enabled():
             hook_output(output, self._divide, self._check_undivided)
         return output
@@ -208,6 +211,7 @@ class DeepSpeedEngine(nn.Module):
         scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
         self._is_in_backward = True  # the loss is divided already, so `_divide` must not divide again
         try:
+            # The engine's backward frees the graph. The hooks of the engine act in torch's backward too.
             if retain_graph:
                 torch.autograd.backward(self.lowtide.scale(scaled), retain_graph=True)
             else:
@@ -247,12 +251,14 @@ class DeepSpeedEngine(nn.Module):
         if self._stepped is not None:
             self._stepped.kwargs = lr_kwargs
         number = self.lowtide.global_step
+        # DeepSpeed's `step` counts a step without a backward. Then the engine has nothing to update.
         has_begun = self.lowtide.microbatches_done or self.lowtide.microbatches_lost
         result = self.lowtide.step() if has_begun else None
         is_made = self.lowtide.global_step != number
         if result is None or not is_made:  # no backward since the last step, so no gradients
             self._check_no_gradients()
             if self._stepped is not None:
+                # The engine steps the schedule with its updates. It made none, but DeepSpeed steps the schedule then.
                 self._stepped.step()
         else:
             self._grad_norm = result.grad_norm
@@ -261,6 +267,7 @@ class DeepSpeedEngine(nn.Module):
         was_skipped = is_made and result is not None and result.skipped
         self._step_applied = is_made and not was_skipped
         samples = self.train_batch_size()
+        # Without counting, the backwards since the last step are its microbatches.
         if not self._boundary.is_managed:
             samples = samples // self.gradient_accumulation_steps() * self._num_backwards
         self._num_backwards = 0
@@ -314,6 +321,7 @@ class DeepSpeedEngine(nn.Module):
         If an error in a backward has dropped them, the next microbatch is the first of the step at each stage.
         """
         if self.lowtide.microbatches_lost:
+            # The lost microbatches must be trained again, so the count goes back to the start of the step.
             self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
             self.lowtide.zero_grad()
         elif self._config.stage < 2 or self.lowtide.is_step_complete:
@@ -498,6 +506,7 @@ class DeepSpeedEngine(nn.Module):
 
         All ranks must call it.
         """
+        # Parameters are whole on each rank, so no collective is needed.
         if self._config.stage < 3 and self.lowtide.config.parallel.pipeline == 1:
             found = dict(self.module.state_dict(*args, **kwargs))
         else:
@@ -538,6 +547,7 @@ class DeepSpeedEngine(nn.Module):
             torch.save(
                 {name: value.detach().cpu() for name, value in values.items()}, os.path.join(save_dir, save_filename)
             )
+        # A rank may read the file right after the call.
         comm.barrier()
         return True
 
@@ -567,6 +577,7 @@ class DeepSpeedEngine(nn.Module):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(name)
         counters = {name: getattr(self, name) for name in _COUNTER_NAMES}
+        # The gradients of a begun step are not saved, so after a load it begins anew.
         counters["micro_steps"] -= self.micro_steps % self.gradient_accumulation_steps()
         state = {**(client_state or {}), COUNTERS: counters}
         self.lowtide.save_checkpoint(save_dir, name, state, latest=save_latest, within_step=True)
@@ -617,12 +628,14 @@ class DeepSpeedEngine(nn.Module):
         if load_module_only or not load_optimizer_states:
             self.lowtide.load_weights(path, load_module_strict)
             client_state = read_client_state(checkpoint.own_state(0))
+            # `load_weights` does not read the schedule, so it comes from the manifest.
             schedule = read_training(checkpoint.manifest.training)["learning_rates"]["scheduler"]
             if not load_module_only and load_lr_scheduler_states and stepped is not None and schedule is not None:
                 stepped.load_state_dict(schedule)
         else:
             before = None
             if stepped is not None and not load_lr_scheduler_states and hasattr(stepped, "state_dict"):
+                # `load_checkpoint` below restores the schedule too, which the caller does not want.
                 before = stepped.state_dict()
             client_state = self.lowtide.load_checkpoint(path.parent, path.name)
             if stepped is not None and before is not None:
@@ -666,6 +679,7 @@ class DeepSpeedEngine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            # Without a module, asking for it would come back here without end.
             if name == "module" or "module" not in self.__dict__["_modules"]:
                 raise
         try:

@@ -31,6 +31,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         found.weights.read([ChunkView(name, tuple(info.shape), 0, flat)])
         values[name] = flat.view(info.shape)
     for alias, name in found.manifest.aliases.items():
+        # The same tensor: a tied parameter stays tied in memory and in torch.save.
         values[alias] = values[name]
     return values
 

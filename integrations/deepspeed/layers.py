@@ -211,6 +211,7 @@ class PipelineModule(Layers):
         }
         own = world.rank // ranks_of_stage
         for stages in [[stage] for stage in range(len(spans))] if in_turn else [range(len(spans))]:
+            # A constructor may fail on a single rank. The broadcast below would then wait for ever.
             with no_rank_alone(world, "PipelineModule"):
                 if own in stages:
                     restore(states)
@@ -230,6 +231,7 @@ class PipelineModule(Layers):
         owners: dict[int, int] = {}
         for index, source in self.built_by.items():
             for param in self.get_submodule(str(index)).parameters():
+                # The first stage with a tied weight has its values.
                 owner = owners.setdefault(id(param), source)
                 if owner != source:
                     given = torch.empty(param.shape, dtype=param.dtype) if param.is_meta else param.detach()

@@ -57,6 +57,7 @@ class Scheduler:
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._sections = sections
         self._schedules = [schedule_of(section) for section in sections]
+        # A scheduler that continues sets rates with its next `step`, as in DeepSpeed.
         if self.last_batch_iteration == -1:
             self._apply()
 
@@ -107,6 +108,7 @@ class Scheduler:
         self._last_lr = self.get_lr()
         for group, lr, section in zip(self.optimizer.param_groups, self._last_lr, self._sections, strict=True):
             if isinstance(group["lr"], Tensor):
+                # In place: a captured graph or a compiled step reads this tensor.
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr

@@ -73,6 +73,7 @@ class WandbMonitor(Monitor):
     _run: Any = None
 
     def _open(self) -> None:
+        # The engine may have begun a run: its numbers and the caller's events belong together.
         begun = getattr(sys.modules.get("wandb"), "run", None)
         self._run = begun or begin_wandb(self.monitor_config, {})
 

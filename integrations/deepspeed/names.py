@@ -251,6 +251,7 @@ class _Module(ModuleType):
         if name == "__all__":  # of `from deepspeed.utils import *`
             return sorted(listed().get(_ALIASES.get(module, module), ()))
         found = find(_ALIASES.get(module, module), name)
+        # Later uses find the attribute, and do not come here.
         setattr(self, name, found)
         return found
 
@@ -277,4 +278,5 @@ class Finder(MetaPathFinder, Loader):
 def install() -> None:
     """Register the finder."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        # Last: a module that is a file here is found by Python's finders before.
         sys.meta_path.append(Finder())

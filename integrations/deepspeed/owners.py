@@ -83,6 +83,7 @@ def take_from_owner(module: nn.Module) -> None:
         logger.warning("deepspeed.initialize: the model already has an engine, which is destroyed now")
         forget_owner(module, engine)
         with engine.gathered():
+            # At stage 3 closing leaves shards, and the next engine needs whole parameters.
             values = (
                 [param.detach().to("cpu", copy=True) for param in params]
                 if engine.config.zero_optimization.stage == 3

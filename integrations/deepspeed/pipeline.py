@@ -64,6 +64,7 @@ class PipelineEngine(DeepSpeedEngine):
         count = num_micro_batches or self.gradient_accumulation_steps()
         batches = self._microbatches(self._iterator(data_iter), count)
         losses = [self.lowtide.eval_step(batch) for batch in batches]
+        # As DeepSpeed's eval_batch leaves it. `train_batch` sets the mode again.
         self.module.eval()
         return torch.stack(losses).mean().to(self.device)
 
@@ -158,6 +159,7 @@ class PipelineEngine(DeepSpeedEngine):
         elif self._batches is None and self.training_dataloader is not None:
             dataset = self.training_dataloader.dataset
             ranks = self.dp_world_size, self.lowtide.data_rank
+            # DeepSpeed's pipeline draws the training data in order, unlike its plain engine.
             in_order: Any = torch.utils.data.DistributedSampler(dataset, *ranks, shuffle=False)
             self.set_dataloader(self.deepspeed_io(dataset, data_sampler=in_order))
         if self._batches is None:

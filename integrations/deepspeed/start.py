@@ -59,12 +59,14 @@ def initialize(
         raise UsageError("deepspeed.initialize: expected a model, found none")
     _check_groups(mpu, mesh_param)
     source = _config_of(args, config if config is not None else config_params)
+    # Before the config: its batch sizes depend on the number of ranks.
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     num_stages = model.num_pipeline_stages() if isinstance(model, PipelineModule) else 1
     settings = DeepSpeedConfig(source, num_stages=num_stages)
     _check_settled(settings, optimizer, lr_scheduler)
     if isinstance(model, nn.Module):
         refuse_moe_params(model.parameters())
+        # An earlier engine may still hold the parameters, as shards.
         take_from_owner(model)
         set_leaves_of(model, settings.section("zero_optimization", "leaf_module") or {})
     if isinstance(model, PipelineModule) and settings.pipeline_checkpoint_interval > 0:
@@ -88,6 +90,7 @@ def initialize(
 @contextmanager
 def _values_later(model: Any) -> Iterator[Any]:
     """Yield the model, or a `LaterModel` if ranks hold parts of it. Restores the model if no engine is made."""
+    # Inside `zero.Init`, parameters that the engine makes would be divided.
     with not_dividing():
         later: DividedModel | StagedModel | None = None
         if isinstance(model, PipelineModule) and model.built_by:
@@ -99,6 +102,7 @@ def _values_later(model: Any) -> Iterator[Any]:
             return
         try:
             yield later
+        # Also for an interrupt: a half-made engine must not leave NaN in the caller's model.
         except BaseException:
             later.restore()
             raise
@@ -173,6 +177,7 @@ def _engine_config(settings: DeepSpeedConfig, model: Any, *, has_own: bool, has_
     if has_own:
         update["optimizer"] = None
     if not has_optimizer:
+        # The engine then only evaluates, as in DeepSpeed, and these keys are for updates.
         update["gradient_clipping"] = 0.0
         offload_param = resolved.zero_optimization.offload_param
         plain = ZeroConfig().offload_optimizer
@@ -197,6 +202,7 @@ def _scheduler_maker(
         return None
 
     def make(sharded: torch.optim.Optimizer) -> SteppedScheduler:
+        # The caller's scheduler acts on the caller's optimizer, and the engine takes the rates from it.
         of = sharded if basic is None else basic
         if given is None:
             made: Any = scheduler_of(section, of)
@@ -212,6 +218,7 @@ def _basic_optimizer(
 ) -> torch.optim.Optimizer | None:
     """Return the caller's optimizer, or the config's over the caller's groups. None: lowtide makes it, or none."""
     if isinstance(optimizer, torch.optim.Optimizer):
+        # DeepSpeed drops groups without parameters too.
         optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         return optimizer
     if not isinstance(model, nn.Module):

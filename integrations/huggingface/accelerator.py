@@ -100,6 +100,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         """Make an engine without an optimizer: for a teacher, or an evaluation."""
         if isinstance(model, Engine):
             return model
+        # `prepare` may be called again with the same model, for example before each evaluation.
         return self.engine_of(model) or self._open(model, None, self.lowtide.of_evaluation())
 
     def prepare_optimizer(
@@ -107,6 +108,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     ) -> torch.optim.Optimizer:
         if not isinstance(optimizer, EngineOptimizer):
             params = _ids(_params_of(optimizer))
+            # The engine has its optimizer from the start: an optimizer that comes later would never see a gradient.
             if any(params & _ids(engine.parameters()) for engine in self.engines):
                 raise ValueError(
                     "Accelerator.prepare: expected the optimizer in the same call as its model, found an optimizer of "
@@ -238,6 +240,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as accelerate does, with a checkpoint of each engine in the folder. It loads at any number of ranks."""
+        # accelerate would ask the engines for whole state dicts, and write them.
         with self._engines_aside(self._save_model_state_pre_hook, lambda models: (models, [])):
             folder: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for tag, engine in self._tags():
@@ -252,6 +255,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         with same_random_state():  # accelerate restores each rank's below
             for tag, engine in self._tags():
                 engine.load_checkpoint(folder, tag)
+        # After the engines: accelerate's part ends with the random states, which must be the last.
         with self._engines_aside(self._load_model_state_pre_hook, lambda models: (models,)):
             super().load_state(folder, load_kwargs, **kwargs)
 
@@ -297,6 +301,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
                 f"Accelerator: expected no dispatch_batches if {data.num_sharers} ranks need the same batches: rank 0 "
                 "would send each rank a different part. Leave it out"
             )
+        # accelerate's method would take the process's number. Its function takes the data rank's.
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -320,6 +325,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         prepared = super().prepare_scheduler(scheduler)
         if self.data_rank.num_sharers == 1 or type(prepared) is not AcceleratedScheduler or prepared.split_batches:
             return prepared
+        # accelerate saves all schedulers of this list, and this scheduler is replaced.
         self._schedulers.remove(prepared)
         prepared = DataScheduler(prepared, self.data_rank.size)
         self._schedulers.append(prepared)
@@ -341,6 +347,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def _of_first(self, gathered: Tensor) -> Tensor:
         data = self.data_rank
+        # The chunks are in the order of the ranks, and sharers are neighbours: the first of each group is kept.
         return torch.cat(gathered.chunk(data.size * data.num_sharers)[:: data.num_sharers])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -357,6 +364,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce as accelerate does, over data ranks."""
         if reduction == "sum" and not self.data_rank.is_first:
+            # A sum over all ranks then counts each data rank once. A mean needs nothing: sharers have equal values.
             tensor = recursively_apply(torch.zeros_like, tensor)
         return super().reduce(tensor, reduction, scale)
 
@@ -415,9 +423,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         deferred = self.deferred
         if deferred is not None and deferred.module is model:
             self.deferred = None
+            # torch.compile may have replaced the model by a wrapper.
             deferred.module = wanted
             wanted = deferred
         engine = initialize(wanted, config, optimizer=optimizer, fill=self.lowtide.fill)
+        # In both cases each forward is a collective, and `generate` ends at different lengths on different ranks.
         if engine.config.zero_optimization.stage == 3 or engine.config.parallel.expert > 1:
             _generate_in_step(engine.module, True)
         self.engines.append(engine)
@@ -463,6 +473,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         sizes = [loader.batch_size for loader in loaders if getattr(loader, "batch_size", None) is not None]
         if not sizes:
             return
+        # With `split_batches`, a loader's batch is for all data ranks together.
         micro = min(sizes) // (self.data_rank.size if self.split_batches else 1)
         whole = micro * self.data_rank.size * self.gradient_accumulation_steps
         for key, size in zip(_BATCH_AUTO, (whole, micro), strict=True):

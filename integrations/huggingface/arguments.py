@@ -67,6 +67,7 @@ def config_of(source: Source, args: Any) -> EngineConfig:
 def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
     """Fill in the schedule. num_steps: optimizer steps of the training, known once its data are."""
     config.set_value("scheduler.params.total_num_steps", num_steps, "the number of steps")
+    # A schedule needs at least a step of warmup.
     warmup = max(1, args.get_warmup_steps(num_steps))
     config.set_value("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
     config.check()
@@ -106,6 +107,7 @@ def refuse(args: Any, config: EngineConfig) -> None:
     if config.has("optimizer"):
         other = None if (name := _name(args.optim)) in _TORCH_ADAMW else name
         found.append(("optim", other, "the config has an optimizer; leave one of them out"))
+    # With a single host the argument changes nothing.
     if args.save_on_each_node and args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
         found.append(("save_on_each_node", True, "all hosts write one checkpoint into a shared folder"))
     for name, value, why in found:

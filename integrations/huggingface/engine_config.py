@@ -82,6 +82,7 @@ class EngineConfig:
                 self.values[name] = {**(self.values.get(name) or {}), "enabled": wanted}
             elif found == "auto":
                 self.fill[key] = wanted
+            # "no" is also the default of the argument, so it does not contradict a file.
             elif found is not wanted and precision != "no":
                 message = f"found {quoted(found)}, but {argument}={precision!r}; there is one compute dtype: change one"
                 self.faults.append(Fault(key, "conflict", message))

@@ -73,6 +73,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def create_accelerator_and_postprocess(self) -> None:
         before = getattr(self, "accelerator", None)
         if isinstance(before, _TrainersAccelerator):  # another trial of a hyperparameter search
+            # Its model is replaced by that of the next trial, and its memory is needed.
             self._release_engine()
         super().create_accelerator_and_postprocess()  # calls `_build_accelerator_args`
         if self._lowtide is None:
@@ -81,6 +82,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         self.accelerator = _TrainersAccelerator(**self._made_with)
         if isinstance(before, _TrainersAccelerator):
             self.accelerator.engines.extend(before.engines)  # of models besides the trained, still open
+        # The Trainer took this method from its first Accelerator, and that is replaced here.
         gathered = self.accelerator.gather_for_metrics
         self.gather_function = partial(gathered, use_gather_object=self.args.eval_use_gather_object)
 
@@ -105,6 +107,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         try:
             return cast(nn.Module, build(trial))
         except ReadAtOnceError:
+            # The failed attempt may have drawn numbers. The model must have the same values as without it.
             torch.set_rng_state(before)
         self.accelerator.deferred = DeferredModel(partial(build, trial))
         return cast(nn.Module, self.accelerator.deferred.module)
@@ -156,6 +159,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         fill_steps(self._lowtide, self.args, max_steps)
         if self._trained_engine is None:
             self._release_engine()  # of an earlier evaluation
+        # It belongs to an engine that was just closed, so the Trainer must make a new optimizer.
         if self._trained_engine is None and isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self._count_params()
@@ -235,6 +239,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             return found
         if not self.accelerator.data_rank.is_first:  # the Trainer sums over all ranks
             return 0
+        # transformers counts the parameters of this rank's part. The count of the whole model replaces it.
         return found // self.model.num_parameters(exclude_embeddings=True) * self._num_params
 
     # -- steps ----------------------------------------------------------------------------------------------------
@@ -251,6 +256,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         if self._lowtide is None:
             return super()._get_grad_norm(model, grad_norm=grad_norm)
+        # An infinite limit clips nothing, and returns the norm for the log.
         return model.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
 
     def evaluation_loop(
@@ -401,6 +407,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             with engine.gathered(*_adapters_of(self.model), modify=True), torch._C.DisableTorchFunctionSubclass():
                 super()._load_from_checkpoint(checkpoint)
         else:
+            # Not strict: files of transformers leave out tied parameters and buffers that are not saved.
             engine.load_weights(checkpoint, strict=False)
 
 

@@ -38,11 +38,13 @@ _FULL = "lr_schedulers"  # in the Trainer's dump, unless it wants only weights
 def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, Any], is_first: bool) -> None:
     """Save a checkpoint. A collective. dumped: the Trainer's dictionary. is_first: this is rank 0."""
     kept = {key: value for key, value in dumped.items() if key not in _IN_ENGINE}
+    # As bytes: the Trainer's state may hold any objects, and the engine's client state takes plain values alone.
     if _FULL in dumped:
         file = io.BytesIO()
         torch.save(kept, file)
         engine.save_checkpoint(folder, TAG, {_KEY: file.getvalue()})
         return
+    # `save_weights_only`: a folder that any tool can read.
     engine.export(folder)
     if is_first:
         torch.save(kept, Path(folder) / TRAINER_FILE)

@@ -142,6 +142,7 @@ class EnginePrecision:
                 f"optimizer.step(): expected no arguments, found {', '.join(kwargs)}: the engine ignores them"
             )
         result = closure()
+        # Lightning's hooks and clipping act here, on gradients that the closure has made.
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]  # of the package's class
         engine = self.needed_engine()
         if result is not None or not model.automatic_optimization:

@@ -196,6 +196,7 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
         by_value = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm) == "value"
         config = for_training(self.config, self.precision_plugin, self._device, trainer.gradient_clip_val, by_value)
         self._check_uses_config(trainer)
+        # Before the engine: `configure_optimizers` must see whole parameters.
         self.setup_optimizers(trainer)
         own = [optimizer for optimizer in self.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
         if len(own) > 1:
@@ -289,6 +290,7 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
         """Save a folder, written by all ranks. Raises TypeError for storage_options."""
         if storage_options is not None:
             raise TypeError("save_checkpoint: expected no storage_options: there is no CheckpointIO to use them")
+        # Names may contain times or losses that differ between ranks: all write into rank 0's folder.
         checkpoints.save(self._engine, self.broadcast(filepath), checkpoint, self.is_global_zero)
         self.barrier()
 
@@ -399,6 +401,7 @@ def _make_whole(engine: Engine) -> None:
     module = engine.module
     with engine.gathered(), torch.no_grad():
         made = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in module.parameters()}
+    # Entered before `close`, which works on the sharded parameters: the full copies replace them after it.
     with ExitStack() as after:
         for part in module.modules():
             for name, param in part._parameters.items():

@@ -43,9 +43,11 @@ def report(
             "checkpoint.async: expected false with lowtide.ray.report, found true. Ray copies only complete checkpoints"
         )
     place = Path(folder) if folder is not None else _storage()
+    # With the step in its name, a report never writes into a folder that Ray still uploads.
     local = place / f".lowtide-step{engine.global_step}"
     engine.save_checkpoint(local, client_state=client_state)
     checkpoint = train.Checkpoint.from_directory(local) if engine.rank == 0 else None
+    # Only rank 0 gives the folder, which has the shards of all. Ray would upload a copy for each worker.
     train.report(dict(metrics), checkpoint=checkpoint, delete_local_checkpoint_after_upload=True)
 
 

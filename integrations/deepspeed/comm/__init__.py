@@ -104,6 +104,7 @@ def _complete_environment(port: int, auto_mpi_discovery: bool) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", str(port))
+        # Without a launcher's word all ranks are taken to be on this host.
         os.environ.setdefault("LOCAL_RANK", os.environ["RANK"])
         return
     by_mpi = auto_mpi_discovery and "OMPI_COMM_WORLD_SIZE" in os.environ
@@ -120,6 +121,7 @@ def _complete_environment(port: int, auto_mpi_discovery: bool) -> None:
         )
     os.environ.update(found)
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # Processes of mpirun must agree on the port. Scripts of a single process may run side by side.
     os.environ.setdefault("MASTER_PORT", str(port if by_mpi else _free_port()))
 
 

@@ -40,6 +40,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse as argparse does, but fail on unknown options here, where this parser's options are known."""
+        # Kept for `error`: argparse names the missing argument, not the misspelled option that swallowed it.
         self._given = sys.argv[1:] if args is None else list(args)
         options, extra = super().parse_known_args(args, namespace)
         if extra:

@@ -129,8 +129,10 @@ def _run(options: argparse.Namespace, allocation: Allocation, request: Request) 
     for note in notes:
         say(note)
     if allocation.part == "rank":
+        # The rank's numbers come last: nothing that the user passes may change them.
         environment = {**os.environ, **request.environment, **allocation.rank_environment}
         command = command_of(request.command, environment.get("LOCAL_RANK", "0"))
+        # The starter of this rank waits for this process, so the script takes its place and its exit status.
         os.execve(command[0], command, environment)
     return Attempts(request, allocation, make_transport).run()
 
@@ -185,6 +187,7 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
         max_restarts=options.max_restarts,
         min_hosts=options.min_hosts,
         max_hosts=options.max_hosts,
+        # Agents of a launcher that starts them come within seconds.
         connect_seconds=JOIN_SECONDS if allocation.transport == "join" else CONNECT_SECONDS,
     )
 

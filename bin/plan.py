@@ -160,6 +160,7 @@ def _factory(text: str) -> Callable[[], nn.Module]:
     module, _, name = text.partition(":")
     if not module or not name:
         raise ValueError(f'--model: expected MODULE:FACTORY, for example my_package.models:build, found "{text}"')
+    # The console script has no current folder in its path, unlike `python -m`.
     sys.path.insert(0, "")
     try:
         factory = getattr(import_module(module), name, None)
@@ -189,6 +190,7 @@ def _hugging_face(text: str) -> Callable[[], nn.Module]:
     except ImportError as error:
         raise ValueError(f"--hf needs transformers: pip install transformers ({error})") from error
     config = AutoConfig.from_pretrained(path)
+    # A cache of keys would count as activations, and a training has none.
     config.use_cache = False
     made: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
     return partial(made, config)

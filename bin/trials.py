@@ -95,6 +95,7 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
     outcome = _outcome_of(request, folder, status, time.monotonic() - begun, limit, key)
     part = folder / "outcome.json.part"
     part.write_text(json.dumps(asdict(outcome), indent=2) + "\n", encoding="utf-8")
+    # Whole or absent: an interrupted `tune` must not find half a file.
     part.replace(folder / "outcome.json")
     return outcome
 
@@ -156,6 +157,7 @@ def _unmeasured(
     if _NO_MEMORY.search(text):
         lines = [line for line in text.splitlines() if _NO_MEMORY.search(line)]
         return "out of memory", _FRAME.sub("", lines[-1]).strip()
+    # 137 is a shell's or the launcher's form of the same.
     if status in _KILLED:
         return "out of memory", "killed by SIGKILL, as the kernel does if memory runs out"
     if status:

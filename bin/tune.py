@@ -116,6 +116,7 @@ class _Tuning:
     def run(self) -> int:
         """Run all trials. Raises ValueError if the folder has trials of another command, or another process uses it."""
         self._folder.mkdir(parents=True, exist_ok=True)
+        # A lock of the folder itself: no file is left, and it ends with the process.
         lock = os.open(self._folder, os.O_RDONLY)
         try:
             with contextlib.suppress(OSError):  # some file systems have no locks
@@ -199,6 +200,7 @@ class _Tuning:
             return 1
         if text := ignored_rows(measured):
             print(f"lowtide tune: {text}", file=sys.stderr)
+        # By samples, not steps: configs have different batches.
         best = max(measured, key=lambda trial: trial.samples_per_second)
         self._best.write_text(json.dumps(best.outcome.result["config"], indent=2) + "\n", encoding="utf-8")
         print(f"the fastest is {best.name}, {best.samples_per_second:.4g} samples/s: {self._best}")

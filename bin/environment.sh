@@ -1,4 +1,4 @@
-# Sourced by bin/quickstart and bin/test: the checkout's own virtual environment.
+# Sourced by bin/quickstart and bin/test: the virtual environment of the checkout.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv="$root/.venv"
@@ -42,7 +42,7 @@ python_version() { # PYTHON
     fi
 }
 
-# Makes .venv, or keeps the one that is there.
+# Makes .venv, unless there is a new enough .venv.
 make_venv() {
     if [ -x "$venv/bin/python" ] && is_new_enough "$venv/bin/python"; then
         return
@@ -54,7 +54,7 @@ make_venv() {
         "on Debian and Ubuntu the package python3-venv is missing"
 }
 
-# Installs lowtide, editable, with one of its extras, only where something changed since it was last done.
+# Installs lowtide, editable, with an extra, if pyproject.toml or constraints.txt has changed since the last time.
 install_lowtide() { # EXTRA
     local stamp="$venv/lowtide-$1.stamp" wanted
     wanted=$(cat "$root/pyproject.toml" "$root/bin/constraints.txt")

@@ -337,7 +337,7 @@ def load_pickle(path: Path) -> Any:
     """Read a file of torch.save: see [Note: safe unpickling]. Raises CheckpointError."""
     try:
         with safe_globals([defaultdict]):
-            # Named before loading: each such class is replaced by `_Unknown`, so no code of the file runs.
+            # Named before loading: `_Unknown` replaces each of these classes, so no code of the file runs.
             unknown = get_unsafe_globals_in_checkpoint(path)
             with safe_globals([(_Unknown, name) for name in unknown]):
                 found = torch.load(path, map_location="cpu", weights_only=True)

@@ -111,7 +111,7 @@ def _manifest(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> Manife
         saved_at=0.0,
         has_own_tag=True,
         versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
-        # As if a single rank at stage 0 had saved it. Such a checkpoint loads at any number of ranks.
+        # As if a single rank at stage 0 had saved it: a checkpoint loads at any number of ranks.
         topology={"world_size": 1, "stage": 0, "shard_size": 1, "replicas": 1, "pipeline": 1},
         tensors=tensors,
         compute_dtypes=found.compute_dtypes,

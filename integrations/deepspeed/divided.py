@@ -284,7 +284,7 @@ class _Maker:
 
     def __call__(self, *args: Any, **kwargs: Any) -> nn.Parameter:
         made = self._make(*args, **kwargs)
-        # Parameters of other threads come at any time, and dividing is a collective.
+        # Dividing is a collective, and a second thread makes parameters at any time.
         if threading.get_ident() == self._thread:
             self._table.add(made)
         return made

@@ -635,7 +635,7 @@ class DeepSpeedEngine(nn.Module):
         else:
             before = None
             if stepped is not None and not load_lr_scheduler_states and hasattr(stepped, "state_dict"):
-                # `load_checkpoint` below restores the schedule too, which the caller does not want.
+                # `load_checkpoint` below restores the schedule too, but the caller does not want it.
                 before = stepped.state_dict()
             client_state = self.lowtide.load_checkpoint(path.parent, path.name)
             if stepped is not None and before is not None:

@@ -255,7 +255,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         with same_random_state():  # accelerate restores each rank's below
             for tag, engine in self._tags():
                 engine.load_checkpoint(folder, tag)
-        # After the engines: accelerate's part ends with the random states, which must be the last.
+        # After the engines: accelerate's part ends with the random states, and these must come last.
         with self._engines_aside(self._load_model_state_pre_hook, lambda models: (models,)):
             super().load_state(folder, load_kwargs, **kwargs)
 

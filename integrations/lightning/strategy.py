@@ -401,7 +401,7 @@ def _make_whole(engine: Engine) -> None:
     module = engine.module
     with engine.gathered(), torch.no_grad():
         made = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in module.parameters()}
-    # Entered before `close`, which works on the sharded parameters: the full copies replace them after it.
+    # `close` works on the sharded parameters, so the full copies replace them after it.
     with ExitStack() as after:
         for part in module.modules():
             for name, param in part._parameters.items():

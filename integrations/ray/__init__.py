@@ -47,7 +47,7 @@ def report(
     local = place / f".lowtide-step{engine.global_step}"
     engine.save_checkpoint(local, client_state=client_state)
     checkpoint = train.Checkpoint.from_directory(local) if engine.rank == 0 else None
-    # Only rank 0 gives the folder, which has the shards of all. Ray would upload a copy for each worker.
+    # Only rank 0 gives the folder: it has the shards of all ranks, and Ray would upload a copy for each worker.
     train.report(dict(metrics), checkpoint=checkpoint, delete_local_checkpoint_after_upload=True)
 
 

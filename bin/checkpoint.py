@@ -146,6 +146,7 @@ def _is_tag(name: str) -> bool:
 def _entry(folder: CheckpointFolder, tag: str) -> FoundCheckpoint:
     try:
         checkpoint = folder.open(tag)
+        # `open` does not decode this part. A load would, and find the damage.
         read_training(checkpoint.manifest.training)
     except (CheckpointError, OSError, ValueError) as error:
         return _damaged(folder.path / tag, tag, error)
@@ -163,6 +164,7 @@ def _verified(entry: FoundCheckpoint, advance: Advance) -> FoundCheckpoint:
 
 def _damaged(path: Path, tag: str, error: Exception) -> FoundCheckpoint:
     manifest = None
+    # Even then the table shows steps and sizes, if the manifest can be read.
     with contextlib.suppress(CheckpointError, ValueError):
         found = Manifest.read(path / MANIFEST)
         read_training(found.training)
@@ -172,7 +174,9 @@ def _damaged(path: Path, tag: str, error: Exception) -> FoundCheckpoint:
 
 def _place(path: Path, tag: str | None) -> tuple[CheckpointFolder, str | None]:
     """Return the folder of checkpoints and the tag, which is None unless given or `path` is a checkpoint itself."""
+    # lexists: a link to a missing file belongs to a damaged checkpoint, not to a folder of checkpoints.
     if tag is None and os.path.lexists(path / MANIFEST):
+        # The name is the tag, and a path like `.` or a link has another name.
         path = path.resolve()
         return CheckpointFolder(path.parent), path.name
     return CheckpointFolder(path), tag

@@ -195,6 +195,7 @@ def _request(options: argparse.Namespace, allocation: Allocation) -> Request:
 def _words(options: argparse.Namespace) -> set[str]:
     """Return the identifiers and strings in the script's source; nothing for a module, or if it is not Python."""
     try:
+        # The source is parsed, not imported: importing would run the script.
         nodes = list(ast.walk(ast.parse("" if options.module else Path(options.script).read_bytes())))
     except (OSError, SyntaxError, ValueError):
         return set()  # running the script gives the better error

@@ -127,6 +127,7 @@ def _with_folders(values: Mapping[str, object]) -> dict[str, object]:
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
+    # Fewer GPUs than a node has: they are a part of a node.
     per_host = min(arguments.gpus_per_node, arguments.gpus)
     if arguments.gpus % per_host:
         raise ValueError(f"gpus({arguments.gpus}) = gpus per node({per_host}) x nodes(?) does not hold")
@@ -220,6 +221,7 @@ def _gigabytes(nbytes: int) -> str:
 def _params(text: str) -> list[int]:
     """Parse "7.5b,350M,13e9" to [7_500_000_000, 350_000_000, 13_000_000_000]."""
     found = [_SIZE.fullmatch(part.strip()) for part in text.split(",")]
+    # Decimal: 8.03 x 1e9 as floats need not be a whole number.
     counts = [Decimal(match[1]).scaleb(_POWERS[match[2].lower()]) for match in found if match is not None]
     if len(counts) < len(found) or any(count < 1 or count != int(count) for count in counts):
         raise argparse.ArgumentTypeError(

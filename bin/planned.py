@@ -143,6 +143,7 @@ def draw(plan: Plan, path: Path) -> None:
             place = (min(x, end), y)
             axes.annotate(str(number), place, xytext=(3, 6), textcoords="offset points", fontsize=8)
             size = f", {x:,.0f} GB" if x > end else ""
+            # Nothing is drawn: it puts a line of text into the legend.
             axes.plot([], [], " ", label=f"{number}  {_short(rows[index].choice)}{size}")
         axes.set_xlim(0, 1.02 * end)
         axes.set_xlabel("peak of the fullest rank, GB")

@@ -226,6 +226,7 @@ def _points(rows: Sequence[Mapping[str, str]], name: str) -> list[tuple[float, f
             value = float(row.get(name) or "")
         except ValueError:
             continue
+        # False for NaN too.
         if abs(value) < float("inf"):
             found.append((float(row["step"]), value))
     return found
@@ -236,6 +237,7 @@ def _chart(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, floa
     values = [value for points in lines.values() for _, value in points]
     first, last = min(steps), max(steps)
     low, high = min(values), max(values)
+    # An axis from 0 shows ratios. Values in a narrow band far from 0 would be a flat line on it.
     low = 0.0 if 0 <= low < 0.5 * high else low
     high = high if high > low else low + (abs(low) or 1.0)
 

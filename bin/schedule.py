@@ -141,6 +141,7 @@ def _candidates(arguments: argparse.Namespace) -> tuple[list[Simulation], list[s
             refusals.append(str(error))
             continue
         found.append(simulate(schedule, _costs(schedule, arguments)))
+    # Rounded: sums of the same times in another order must tie, so that memory decides.
     found.sort(key=lambda simulation: (round(simulation.makespan, 9), _fullest(simulation)))
     return found, refusals
 

@@ -59,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         caught.append(number)
+        # As Ctrl-C: the trial's job is stopped, and the same command continues.
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -127,6 +128,7 @@ class _Tuning:
             os.close(lock)
 
     def _run(self) -> int:
+        # A config with "auto" cannot be trained before it is planned.
         given = None if self._config.planned_keys else self._try("given", self._raw, False)
         plan = self._plan(None if given is None else given.result.get("batch"))
         planned_given = (plan or {}).get("given") or {}
@@ -166,6 +168,7 @@ class _Tuning:
         options, folder = self._options, self._folder / "plan"
         result = str((folder / "result.json").resolve())
         request = TrialRequest(
+            # A plan more than trials: the given config may be among them, and it is not tried again.
             "plan", self._raw, result, num_plans=options.trials + 1, batch=batch, sequence=options.sequence
         )
         outcome = run(request, folder, self._words, self._limit(), "best")

@@ -52,6 +52,7 @@ class DeepSpeedConfig:
         self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as in the file
         self.raw = with_their_defaults(given)
         peak, said = self.section("scheduler", "params", PEAK), given.get("scheduler")
+        # This default replaces the optimizer's rate without a word in the file.
         if peak is not None and isinstance(said, Mapping) and PEAK not in (said.get("params") or {}):
             log_dist_once(
                 f"scheduler.params.{PEAK}: missing, so DeepSpeed's default {peak} is used instead of the optimizer's "
@@ -134,6 +135,7 @@ def _read(config: Source) -> dict[str, Any]:
         return read(config)[0]
     except ConfigError as error:
         is_file = isinstance(config, (str, os.PathLike)) and os.path.isfile(config)
+        # DeepSpeed reads hjson, so a file may have comments. The package is optional here.
         if not is_file or [fault.kind for fault in error.faults] != ["syntax"] or find_spec("hjson") is None:
             raise
         hjson = import_module("hjson")
@@ -141,6 +143,7 @@ def _read(config: Source) -> dict[str, Any]:
         try:
             values = hjson.loads(text)
         except hjson.HjsonDecodeError:
+            # JSON's error: it has the place in the file, and most files are meant as JSON.
             raise error from None
         return read(values)[0]
 

@@ -185,6 +185,7 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
     if isinstance(section, dict) and isinstance(section.get("type"), str):
         written = section["type"].lower()
         params = section.get("params") or {}
+        # In DeepSpeed "Adam" means AdamW unless adam_w_mode is false.
         is_decoupled = written in _ADAM_NAMES and isinstance(params, dict) and params.get("adam_w_mode", True) is True
         kind = "adamw" if is_decoupled else written
         found = next((row.name for row in OPTIMIZERS.values() if kind in (row.name, *row.deepspeed_names)), None)
@@ -235,6 +236,7 @@ def _take_bf16_switches(out: Translation) -> None:
     section = out.values.get("bf16")
     if not isinstance(section, dict):
         return
+    # Removed here, because the section's model refuses unknown keys.
     found = {path: section.pop(path.rpartition(".")[2], None) for path in (BF16_MASTERS, BF16_STATES)}
     for path, value in found.items():
         if value is not None and not isinstance(value, bool):
@@ -307,11 +309,13 @@ def _take_profilers(out: Translation) -> None:
             found["enabled"] = True
             found |= {FLOPS_WORDS[key]: value for key, value in section.items() if key in FLOPS_WORDS}
             if isinstance(section.get("output_file"), str):
+                # DeepSpeed writes a text file by this name. A folder of the same name could not be made beside it.
                 found["folder"] = f"{section['output_file']}.profile"
     if not found:
         return
     step, own = found.get("step"), out.values.get("profile")
     found["step"] = max(1, step) if isinstance(step, int) else 1  # DeepSpeed's -1 is every step
+    # A section `profile` in the file goes before the translated keys.
     out.values["profile"] = {**found, **own} if isinstance(own, dict) else found
     out.notes.append("profile: flops_profiler and comms_logger turn on this section, which covers both")
 

@@ -125,6 +125,7 @@ class FusedLion(torch.optim.Optimizer):
                     state["exp_avg"] = torch.zeros_like(param)
                 momentum = state["exp_avg"]
                 param.mul_(1 - lr * group["weight_decay"])
+                # lerp(g, m, beta1) = g + beta1 (m - g) = beta1 m + (1 - beta1) g.
                 param.add_(param.grad.lerp(momentum, beta1).sign_(), alpha=-lr)
                 momentum.lerp_(param.grad, 1 - beta2)
 

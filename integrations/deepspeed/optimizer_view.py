@@ -87,6 +87,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self.optimizer = engine.optimizer if basic is None else basic  # the wrapped optimizer
         self.overflow = False  # whether gradients that were not finite skipped the last step
         sharded = engine.optimizer
+        # Not Optimizer.__init__: it makes a new list of groups, and schedulers must change the engine's groups.
         self.__setstate__({"defaults": sharded.defaults, "state": sharded.state, "param_groups": sharded.param_groups})
 
     @property

@@ -52,6 +52,7 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         given = [params] if isinstance(params, Tensor) else list(params) if enabled else []
+        # By id: tensors compare by value, and a tied parameter may be given twice.
         self._params: list[Any] = list({id(param): param for param in given if isinstance(param, Tensor)}.values())
         self._divided: dict[int, tuple[DividedParameters, list[nn.Parameter]]] = {}
         self._modifier_rank = modifier_rank
@@ -74,11 +75,13 @@ class GatheredParameters:
 
     def __exit__(self, *error: Any) -> None:
         assert self._open is not None
+        # Before the engine's context ends: it wants the same changes on every rank.
         if self._modifier_rank is not None and error[0] is None and comm.is_initialized():
             for param in self._params:
                 if table_of(param) is None:
                     comm.broadcast(param.data, src=self._modifier_rank)
         self._open.__exit__(*error)
+        # After an error ranks may be at different places, and this is a collective.
         for table, params in self._divided.values() if error[0] is None else ():
             table.close_gathered(params, self._modifier_rank)
 

@@ -316,10 +316,12 @@ def judge(path: str, rule: Rule, value: object) -> Sequence[str | Fault]:
     if value is None and rule.outcome != "only":
         return ()
     for agreed in rule.agrees:
+        # In Python 1 equals true. In JSON they differ.
         if value == agreed and isinstance(value, bool) == isinstance(agreed, bool):
             return ()
     if rule.outcome == "section" and value is False:
         return ()
+    # Hugging Face's config files have "auto" for keys that the Trainer fills in.
     if not _has_type(value, rule.expected) and not (value == "auto" and rule.outcome == "no_effect"):
         return [Fault(path, "type", f"expected {rule.expected}, found {quoted(value)}")]
     if rule.outcome == "no_effect":

@@ -104,6 +104,7 @@ class ThroughputTimer:
         if not self.started:
             return
         self.started = False
+        # The first steps allocate states and compile kernels.
         if self.global_step_count >= self._SKIPPED_STEPS:
             self.total_elapsed_time += time.perf_counter() - self._began
             self._samples += self.batch_size * global_step

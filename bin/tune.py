@@ -167,8 +167,8 @@ class _Tuning:
         """Plan the config with the script's model and batch. Return None if it cannot be planned."""
         options, folder = self._options, self._folder / "plan"
         result = str((folder / "result.json").resolve())
+        # A plan more than trials: the given config may be among them, and it is not tried again.
         request = TrialRequest(
-            # A plan more than trials: the given config may be among them, and it is not tried again.
             "plan", self._raw, result, num_plans=options.trials + 1, batch=batch, sequence=options.sequence
         )
         outcome = run(request, folder, self._words, self._limit(), "best")

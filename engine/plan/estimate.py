@@ -321,7 +321,7 @@ class StepParts:
 
 
 def estimate(blueprint: Blueprint, machine: Machine, profile: Profile, place: int = -1) -> Estimate:
-    """Of a blueprint without a pipeline. profile: of its microbatch. place: of `places`; -1: the fullest."""
+    """Estimate a step without a pipeline. profile: of a microbatch. place: index in `places`; -1: the fullest."""
     return StepParts(blueprint, machine, place).estimate(blueprint.config, profile)
 
 

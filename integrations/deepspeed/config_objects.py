@@ -31,7 +31,7 @@ class ZeroStageEnum(IntEnum):
 
 
 class DeepSpeedZeroOffloadParamConfig:
-    """`offload_param`: keys as attributes, with DeepSpeed's defaults. Raises ConfigError."""
+    """The section `offload_param`, with its keys as attributes and DeepSpeed's defaults. Raises ConfigError."""
 
     section: ClassVar[str] = "offload_param"
     defaults: ClassVar[dict[str, Any]] = {"buffer_count": 5, "buffer_size": int(1e8), "max_in_cpu": int(1e9)}
@@ -42,7 +42,7 @@ class DeepSpeedZeroOffloadParamConfig:
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedZeroOffloadParamConfig):
-    """`offload_optimizer`: keys as attributes, with DeepSpeed's defaults. Raises ConfigError."""
+    """The section `offload_optimizer`, likewise. Raises ConfigError."""
 
     section = "offload_optimizer"
     defaults: ClassVar[dict[str, Any]] = {
@@ -58,7 +58,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedZeroOffloadParamConfig):
 
 
 class DeepSpeedZeroConfig:
-    """`zero_optimization`: each `zero_...()` of an engine is an attribute here. Raises ConfigError."""
+    """The section `zero_optimization`. Each `zero_...()` of an engine is an attribute here. Raises ConfigError."""
 
     def __init__(self, **values: Any) -> None:
         self._config = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": values}, world_size=1)

@@ -77,7 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._batches = self._iterator(iterator)
 
     def set_batch_fn(self, fn: Any) -> None:
-        """fn: from a drawn microbatch to (inputs, labels)."""
+        """Set a function that is applied to each drawn microbatch, and returns (inputs, labels)."""
         self._batch_fn = fn
 
     def set_train_batch_size(self, train_batch_size: int) -> None:

@@ -22,7 +22,7 @@ from ..engine.config.parallel import ParallelConfig, world_faults
 
 @dataclass(frozen=True)
 class DataRank:
-    """rank: of `size` data ranks. num_sharers: ranks with the same data."""
+    """A process's place among `size` data ranks. num_sharers: ranks with the same data."""
 
     rank: int
     size: int

@@ -23,8 +23,9 @@ _DEGREES = ("pipeline", "tensor", "sequence")
 
 
 class EngineConfig:
-    """The values of a JSON file. A preset loses its optimizer and clipping, only examples: the arguments
-    have these.
+    """The values of a JSON file, to be completed by the trainer's arguments.
+
+    The optimizer and the clipping of a preset are removed: they are examples, and the arguments have these values.
     """
 
     def __init__(self, source: Source) -> None:

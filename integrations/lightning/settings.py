@@ -30,7 +30,10 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 
 @dataclass(frozen=True)
 class Mode:
-    """dtype: of the model's inputs. weights: dtype to convert the module to. section: of the config to enable."""
+    """A precision of the Trainer.
+
+    dtype: of the model's inputs. weights: dtype to convert the module to. section: of the config to enable.
+    """
 
     dtype: torch.dtype = torch.float32
     weights: torch.dtype | None = None

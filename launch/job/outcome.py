@@ -54,10 +54,10 @@ _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 
 @dataclass(frozen=True)
 class Failure:
-    """clock: when, by the launcher's time.monotonic(), within `uncertainty` seconds.
+    """An event that ends an attempt: a rank's end, a lost host, or a decision of the launcher.
 
-    rank: None: the whole host, or the launcher's decision. status: as Popen.returncode. text: the event, if no
-    status says it. last_lines: None: unknown.
+    clock: its time by the launcher's time.monotonic(), within `uncertainty` seconds. rank: None: the whole host, or the
+    launcher's decision. status: as Popen.returncode. text: the event, if no status says it. last_lines: None: unknown.
     """
 
     clock: float

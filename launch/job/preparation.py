@@ -50,7 +50,10 @@ _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else ""
 
 @dataclass(frozen=True)
 class Prepared:
-    """port: of rank 0's store. interfaces: host index -> its interface towards the store, "" if unknown."""
+    """A prepared attempt.
+
+    port: of rank 0's store. interfaces: host index -> its interface towards the store, "" if unknown.
+    """
 
     plan: JobPlan
     port: int

@@ -213,7 +213,7 @@ class MeasuredBlock(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: (rows, tokens, width) -> the same shape."""
+        """Apply the block. x: (rows, tokens, width) -> the same shape."""
         rows, tokens, width = x.shape
         q, k, v = (y.view(rows, tokens, -1, _HEAD).transpose(1, 2) for y in self.qkv(self.norms[0](x)).chunk(3, -1))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)

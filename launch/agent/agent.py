@@ -190,7 +190,6 @@ class Agent:
             # Rank 0 binds this port at once. The release also ends the port's thread before the ranks are forked.
             self._held.release()
             self._held = None
-        self._may_send = WINDOW_BYTES
         try:
             self._ranks = HostRanks(self._loop, message, self._printed, self._channel.send, self._note)
         except LaunchError as error:

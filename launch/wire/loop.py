@@ -84,7 +84,7 @@ class Loop:
     def post(self, call: Call) -> None:
         """Call soon. May be used from any thread."""
         self._posted.append(call)
-        with contextlib.suppress(BlockingIOError, OSError):  # full: the loop wakes anyway; closed: nobody waits
+        with contextlib.suppress(OSError):  # full: the loop wakes anyway; closed: nobody waits
             os.write(self._wake_write, b"\0")
 
     def run(self, until: Callable[[], bool], timeout: float | None = None) -> bool:

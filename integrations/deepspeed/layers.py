@@ -358,6 +358,7 @@ class StagedModel(LaterModel):
         self.given = [param for param in module.parameters() if id(param) not in params]
         self._absent = [param for param in params.values() if param.is_meta]
         for param in self._absent:
+            # Building an engine needs a shape and a dtype on a real device. A single number takes no memory.
             move(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
 
     def restore(self) -> None:
@@ -367,6 +368,7 @@ class StagedModel(LaterModel):
             move(param, torch.empty_like(param, device="meta"))
 
     def values(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        # From here the engine takes values, and `restore` must not touch the module.
         self._built_by, self._absent = {}, []
         done: set[int] = set()
         for source, layers in self._layers.items():

@@ -236,6 +236,7 @@ def _basic_optimizer(
     groups = _trained(given)
     if section is None:
         return None
+    # torch's classes know no other dtype of states, so lowtide must make the optimizer.
     is_plain = section.state_dtype == "fp32"
     found = _of_type(settings, section.type, groups, section.options) if is_plain else None
     if found is not None:
@@ -262,6 +263,7 @@ def _of_type(
         return torch.optim.SGD(groups, **options)
     if kind == "adagrad":
         return torch.optim.Adagrad(groups, **options)
+    # Without groups the config's Lion does the same, and needs no class of torch.
     if kind == "lion" and any(isinstance(group, Mapping) for group in groups):
         return FusedLion(groups, **options)
     return None

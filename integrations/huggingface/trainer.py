@@ -308,6 +308,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         loss, logits = self._whole((loss, others[0]), inputs)
         if self._token_sums is not None:
             labels = inputs["labels"][..., 1:] if self._loss_shifts_labels else inputs["labels"]
+            # -100 is torch's ignore_index.
             count = inputs.get("shift_labels", labels).ne(-100).sum()
             total = torch.where(count > 0, loss.double() * count, 0.0)  # the mean over no token is NaN
             self._token_sums += torch.stack((total, count)).to(self._token_sums)
@@ -332,6 +333,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
                 f"shape {tuple(labels.shape)}, which hides repeated samples. Use a collator that pads, or "
                 "per_device_eval_batch_size=1"
             )
+        # In the last step, the rows of all ranks in order are `remainder` real rows, then repeated rows.
         repeated = torch.arange(rows, device=labels.device) + rank * rows >= state.remainder
         without = {key: inputs[key].clone() for key in ("labels", "shift_labels") if key in inputs}
         for values in without.values():

@@ -243,6 +243,7 @@ def for_training(
             f"gradient_clipping: found both {clips:g} (by norm) in the config and "
             f"Trainer(gradient_clip_val={clip_val:g}{way}). Leave one of them out"
         )
+    # Lightning divides the loss and blocks the synchronization itself, so the engine must not divide again.
     update: dict[str, object] = {"device": device, "gradient_accumulation_steps": 1}
     section, found = precision.mode.section, _section_of(config)
     if section != found:

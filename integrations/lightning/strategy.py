@@ -123,6 +123,7 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
         if self.engine is not None and self.engine.module is not model:
             self._close()
         self.engine = self.precision_plugin.engine = engine_of(model)  # of an earlier evaluation or fit
+        # Each fit begins with a new engine: the Trainer calls `configure_optimizers` again.
         if model.trainer.state.fn == _FITTING:
             _check_callbacks(model.trainer)
             if self.engine is not None:

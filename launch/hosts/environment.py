@@ -119,6 +119,7 @@ def read_env_file(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
 
 def is_secret(name: str) -> bool:
     """Return whether a variable or option is secret, by its name."""
+    # By whole words: MONKEY_PATH has no secret.
     return bool(set(re.split(r"[^A-Z0-9]+", name.upper())) & _SECRET_WORDS) or name.upper().endswith("APIKEY")
 
 

@@ -101,6 +101,7 @@ def run_checks(request: CheckRequest) -> list[CheckResult]:
     found = {name: CheckResult(name, None, silent) for name in probes}
     for _ in probes:
         try:
+            # A single deadline for all: the probes run side by side.
             result = answers.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             break
@@ -199,6 +200,7 @@ def source_digest(root: Path = Path(__file__).parents[2]) -> str:
         path.parent for path in sorted(root.glob("*/__init__.py")) if path.parent.name not in ("tests", "lowtide")
     ]
     for folder in folders:
+        # Sorted: file systems list equal folders in different orders.
         for path in sorted([*folder.rglob("*.py"), *folder.rglob("*.cpp")]):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:_DIGITS]

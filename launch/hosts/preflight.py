@@ -289,6 +289,7 @@ def _way_to_master(plan: JobPlan, host: HostChecks) -> Iterator[HostFault]:
     resolved = str(host.value("master_address") or "")
     # /etc/hosts of many distributions maps a host's name to 127.0.1.1. On that host alone this is no fault.
     is_loop = bool(resolved) and all(found.startswith("127.") or found == "::1" for found in resolved.split(", "))
+    # Only the first cause: a host without the address cannot reach the port either.
     if errors.get("master_address"):
         advice = "add it to the name service or /etc/hosts, or name the hosts by addresses"
         yield HostFault("name", (host.host,), f"an address of {address}", errors["master_address"], advice)
@@ -345,6 +346,7 @@ def _kind(host: HostChecks) -> str:
 
 
 def _num_devices(host: HostChecks) -> int:
+    # A device in MIG mode counts as its parts, as in the plan.
     return sum(max(1, len(device.parts)) for device in host.report.devices) if host.report is not None else 0
 
 

@@ -61,6 +61,7 @@ class HeldPort:
             except OSError:
                 break
             else:
+                # A peer that reads nothing must not hold this thread.
                 link.setblocking(False)
                 with contextlib.suppress(OSError):
                     link.send(BANNER)

@@ -86,6 +86,7 @@ def prepare_attempt(
     if is_cut_short():
         return None
     wrong = faults(plan, checked) if checked else []
+    # On a single host without faults the table says nothing that the user does not know.
     if checked and (len(plan.hosts) > 1 or wrong):
         say("hosts of the job:\n" + table(checked, wrong))
     for fault in wrong:

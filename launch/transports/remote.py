@@ -152,6 +152,7 @@ def mpirun_command(agent: Sequence[str], hosts: Sequence[str]) -> list[str]:
 
 def _version(program: str) -> str:
     try:
+        # The loop is not running yet, so this may block: transports make their command in `start`.
         done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"`{program} --version` does not work: {error}") from error

@@ -259,7 +259,10 @@ class CheckpointFolder:
         return dict(sorted(found.items(), key=lambda item: (item[1].saved_at, item[1].step, item[0])))
 
     def _keep_last(self, count: int, newest: str) -> None:
-        """newest: counts as the last, even if `latest` was unreadable and could not order the times."""
+        """Delete all but the last `count` automatic checkpoints.
+
+        newest: counts as the last, even if `latest` was unreadable and could not order the times.
+        """
         automatic = [tag for tag, manifest in self._manifests(warns=True).items() if not manifest.has_own_tag]
         # A stable sort: it moves only the newest tag, to the end.
         automatic.sort(key=lambda tag: tag == newest)

@@ -54,7 +54,7 @@ class FileContent(BaseModel):
 
     @classmethod
     def parse(cls, content: Any) -> Any:
-        """Raise ValueError with the place of the first fault."""
+        """Return the checked content. Raises ValueError with the place of the first fault."""
         try:
             return cls.model_validate(content)
         except ValidationError as error:
@@ -99,7 +99,7 @@ class RankIndex(FileContent):
 
     @classmethod
     def from_json(cls, text: bytes) -> RankIndex:
-        """Raise ValueError if it is not consistent in itself."""
+        """Parse an index. Raises ValueError if it is not consistent in itself."""
         found: RankIndex = cls.parse(_parsed(text))
         check_depth(found.own_state, "own_state")
         return found
@@ -179,7 +179,7 @@ class Manifest(FileContent):
         return sum(entry.nbytes for entry in self.files)
 
     def write(self, path: Path) -> None:
-        """Raise OSError, or ValueError for content that could not be read again."""
+        """Write the description. Raises OSError, or ValueError for content that could not be read again."""
         text = _canonical({**self.model_dump(mode="json"), "format": FORMAT})
         # A checkpoint that `read` would refuse must fail now, while the run still has its state.
         self._checked(json.loads(text))
@@ -187,7 +187,7 @@ class Manifest(FileContent):
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Raise CheckpointError if the file is missing, damaged, of a later format, or has impossible content."""
+        """Read a description. Raises CheckpointError for a missing or damaged file, a later format, or bad content."""
         try:
             text = read_regular(path)
         except FileNotFoundError:
@@ -216,7 +216,7 @@ class Manifest(FileContent):
 
     @classmethod
     def _checked(cls, content: Any) -> Manifest:
-        """Raise ValueError with the place of the fault."""
+        """Return the description, checked as a whole. Raises ValueError with the place of the fault."""
         found: Manifest = cls.parse(content)
         check_tag(found.tag)
         for name in found.model_files:

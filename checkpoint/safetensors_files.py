@@ -196,7 +196,7 @@ class SafetensorsSource:
                 os.close(descriptor)
 
     def _fill(self, descriptor: int, chunk_view: ChunkView, staging: Tensor) -> None:
-        """staging: (CHUNK_BYTES,) uint8, for values that cannot be read directly into the view."""
+        """Read the values of a view. staging: (CHUNK_BYTES,) uint8, for values that cannot be read directly into it."""
         place = self._places[chunk_view.name]
         for part, target, offset in pieces_in(place, chunk_view, staging):
             self.bytes_read += _read_into(descriptor, target, place.file, offset)

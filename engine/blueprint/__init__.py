@@ -1,1 +1,1 @@
-"""What a config makes of a model on so many ranks, frozen: axes, places, units, and the arithmetic of memory."""
+"""Decides the layout of a training from config, model and number of ranks: axes, places, units and bytes."""

@@ -34,7 +34,9 @@ class Splits:
     def of(
         cls, config: Config, model: nn.Module, split: SplitPlan | PipelinePlan | None, tensor: TensorPlan | None
     ) -> Splits:
-        """split, tensor: as in `Blueprint.of`. Raises ValueError if the model cannot be split."""
+        """Plan the splits that the config asks for. split, tensor: as in `Blueprint.of`. Raises ValueError for a model
+        that cannot be split.
+        """
         pipeline = None
         if config.has_stages:
             known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)

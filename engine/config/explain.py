@@ -245,6 +245,7 @@ def _plain(value: object) -> object:
 
 
 def _is_at(fault: Fault, path: str) -> bool:
+    # A list is a single key here, so the faults of its items are its faults.
     return fault.path == path or fault.path.startswith(f"{path}[")
 
 

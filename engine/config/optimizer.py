@@ -32,7 +32,7 @@ class OptimizerConfig(ConfigSection):
     def _of_its_type(cls, value: object, info: ValidationInfo) -> object:
         if "type" not in info.data:  # reported as a separate error
             return value
-        # The field's default is of the base class: without `params` a file means the defaults of its type.
+        # The field's default is of the base class. It stands for the defaults of the type.
         given = value.model_dump() if type(value) is OptimizerParams else value
         return OPTIMIZERS[info.data["type"]].params.model_validate(given)
 

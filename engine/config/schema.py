@@ -127,6 +127,7 @@ def _open_type_names(schema: dict[str, Any], key: str) -> None:
         pattern = "|".join("".join(f"[{c.lower()}{c.upper()}]" for c in other) for other in dict.fromkeys(names))
         properties["type"] = {"type": "string", "pattern": f"^({pattern})$", "default": name}
         if name in ("adam", "adamw"):
+            # No field, since it chooses the type: see `canonical_optimizer`.
             params = schema["$defs"][_params_of(section)]["properties"]
             params["adam_w_mode"] = {
                 "type": "boolean",

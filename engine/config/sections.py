@@ -31,6 +31,7 @@ class BF16Config(ConfigSection):
     def faults(self, config: Any) -> list[Fault]:
         if not (self.enabled and config.fp16.enabled):
             return []
+        # Reported once, at bf16: the section fp16 does not ask.
         message = "bf16.enabled and fp16.enabled are both true; set one of them to false"
         return [Fault("bf16.enabled", "conflict", message)]
 
@@ -76,6 +77,7 @@ class FP16Config(ConfigSection):
 
     def faults(self, config: Any) -> list[Fault]:
         first = 2**self.initial_scale_power
+        # A fixed scale never moves. A note says that the keys of the dynamic scale have no effect.
         if not self.enabled or self.loss_scale > 0 or self.min_loss_scale <= first:
             return []
         message = (
@@ -175,6 +177,7 @@ class PowerSGDConfig(ConfigSection):
                 for axis in ("tensor", "sequence", "expert")
             },
         }
+        # Stage 0 has no shard groups: a shard size has a note there, and is no fault.
         if zero.stage:
             why = "it sums a gradient over all data-parallel ranks"
             wanted["zero_optimization.shard_size"] = ((None,), why)
@@ -263,6 +266,7 @@ class CheckpointConfig(ConfigSection):
     """Number of automatic checkpoints to keep; older ones are deleted after a newer one is complete. Checkpoints with a
     tag from the caller are never deleted. null: all."""
 
+    # `async` is a keyword of Python.
     asynchronous: Bool = Field(default=False, alias="async")
     """Write in the background; a step waits only for the copy to host memory."""
 

@@ -236,8 +236,9 @@ def planned(auto_paths: list[str]) -> tuple[str, ...]:
 def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
     """Translate plain values without comments to values of Config's fields, notes and faults."""
     out = Translation({})
-    # "auto" is gone after this: optimizer and scheduler see only keys that have a value.
+    # Each "auto" with a meaning is gone after this: optimizer and scheduler see a missing key in its place.
     out.values = _walk(raw, "", out, dialect)
+    # Before the optimizer is read: `finish` may change its params, for example for DeepSpeed's `bf16_optimizer_states`.
     dialect.finish(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):

@@ -95,6 +95,7 @@ class OffloadOptimizerConfig(OffloadSection):
         return found
 
     def notes(self, config: Any) -> list[str]:
+        # Not used with a device: the ratio is 0. `super` looks at the device alone.
         if self.device != "none" and not self.is_used:
             return self.idle("nothing is offloaded with ratio 0", but=("ratio",))
         found = super().notes(config)
@@ -284,6 +285,7 @@ def update_in_backward_faults(config: Any) -> list[Fault]:
     if config.gradient_clipping > 0:
         reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
     is_layered = config.zero_optimization.layered_gradient_accumulation  # reduces each unit once a step
+    # None: not known before the number of ranks. `resolve` asks again.
     if (config.gradient_accumulation_steps or 1) > 1 and not is_layered:
         steps = config.gradient_accumulation_steps
         reasons.append(

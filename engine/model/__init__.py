@@ -1,1 +1,1 @@
-"""The model as the caller gave it, and what is put on it before there are ranks: construction, fusing, tiles."""
+"""Prepares the caller's model for a blueprint: construction, fused modules, tiles."""

@@ -308,7 +308,10 @@ def _attributes(prefix: str, module: nn.Module, known: set[int]) -> Found:
 
 
 def _within(name: str, value: Any, put: Callable[[Any], None], known: set[int], depth: int = 0) -> Found:
-    """known: identities of visited values. depth: number of enclosing objects that are no modules."""
+    """Yield the tensors in a value of an attribute, each with its name and setter.
+
+    known: identities of visited values. depth: number of enclosing objects that are no modules.
+    """
     if isinstance(value, Tensor):
         yield name, value, put
         return

@@ -107,6 +107,7 @@ def _messages(params: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     several: list[nn.Parameter] = []
     nbytes = 0  # of them
     for param in params:
+        # `broadcast_tensors` joins the tensors of a message, so they need the same dtype.
         if several and (nbytes + param.nbytes > _MESSAGE_BYTES or param.dtype != several[0].dtype):
             yield several
             several, nbytes = [], 0

@@ -204,7 +204,7 @@ class Sequences:
         return torch.stack(along).sum()
 
     def around_copy(self) -> AbstractContextManager[object]:
-        """See `SequenceAttention`."""
+        """Return the context for the forward of a copy of the model that was made before this object."""
         return self._attention.around_copy()
 
     def _check(self, module: nn.Module, args: Any) -> None:

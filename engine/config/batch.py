@@ -166,6 +166,7 @@ class KeptBatch:
     def _micros(self, share: int) -> list[int]:
         """Return the microbatches that divide a rank's share of the global batch, in order of preference."""
         divisors = [micro for micro in range(1, share + 1) if share % micro == 0]
+        # A microbatch that the config gives fits in memory. Nobody knows whether a larger microbatch does.
         larger = [micro for micro in divisors if micro > self.first.micro and not self.is_micro_given]
         return [micro for micro in divisors[::-1] if micro <= self.first.micro] + larger
 

@@ -279,6 +279,7 @@ class Config(Section):
         the pipeline schedule does not fit the number of microbatches.
         """
         if world_size < 1:
+            # A mistake of the caller, and not a fault of the file.
             raise ValueError(f"world_size: expected at least 1, found {world_size}")
         if self._planned_keys:
             message = (
@@ -317,6 +318,7 @@ class Config(Section):
             faults.append(kept.fault(world_size))
         if faults:
             raise ConfigError(faults, self._source)
+        # A batch exists here: without it a fault was raised above.
         equation = " x ".join(str(update[key]) for key in BATCH_KEYS[1:]) + f" x {data_size} ranks"
         reason = f"train_batch_size = microbatch x accumulation x ranks = {equation}"
         notes = [f'{key}: "auto" is {update[key]}: {reason}' for key in self._auto_batch_keys]
@@ -439,6 +441,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         "model_type": "expected an object",
         "model_attributes_type": "expected an object",
         "tuple_type": "expected a list",
+        # Pydantic puts the values in single quotes. A file has double quotes.
         "literal_error": f"expected {context.get('expected')}".replace("'", '"'),
         "greater_than_equal": f"expected at least {context.get('ge', 0):g}",
         "greater_than": f"expected more than {context.get('gt', 0):g}",
@@ -446,6 +449,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         "less_than": f"expected less than {context.get('lt', 0):g}",
         "multiple_of": f"expected a multiple of {context.get('multiple_of', 0):g}",
         "too_long": f"expected at most {context.get('max_length')} values",
+        # Validators of our types write the text themselves.
     }.get(name, detail["msg"])
     kind: FaultKind = "type" if name.endswith("_type") else "value"
     return Fault(path, kind, f"{expected}, found {quoted(found)}")
@@ -459,6 +463,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
     path = ".".join(str(part) for part in loc[:-1])
+    # Only the sections of optimizer and scheduler are not in the list, since their classes depend on the type.
     fields = sections[path].json_keys() if path in sections else ["type", "params"]
     return fields + other_keys(path)
 

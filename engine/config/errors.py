@@ -86,6 +86,7 @@ def printable(text: str) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean "stage"?` for the nearest known word, or an empty string."""
     by_lower = {name.lower(): name for name in sorted(known)}
+    # A key may have megabytes. difflib would index each of its characters.
     if len(word) > 2 * max(map(len, by_lower), default=0):
         return ""
     # The word is `b`: the matcher indexes `b` once, and only `a` changes with each name.

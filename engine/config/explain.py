@@ -73,6 +73,7 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw, dialect).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
     file = _File.of(raw, notes, faults, dialect)
+    # `dict` keeps sections as objects. A dump would lose the class of the params.
     found = list(_fields(Config, dict(config) if config is not None else _apart(raw, dialect), file))
     ours = [one.path for one in found]
     others = {path: value for path, value in file.given.items() if not any(_is_within(path, one) for one in ours)}

@@ -80,6 +80,7 @@ class _Repeating(dict[str, object]):
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
+    # A dict is enough for almost every object: only `_Form` looks for duplicates.
     return values if len(values) == len(pairs) else _Repeating(pairs)
 
 
@@ -156,6 +157,7 @@ def _parse(path: Path) -> object:
 
 def _loads(text: str, name: str) -> object:
     """Parse JSON text, with or without comments."""
+    # Counted in C before the parser, since the parser calls Python for each object: see [Note: bounded].
     if sum(map(text.count, ",{[")) > MAX_SEPARATORS:
         raise _unreadable(name, "syntax", f"expected at most {MAX_VALUES:,} values, found many more; is it a config?")
     try:

@@ -23,6 +23,8 @@ from .absent import Absent, is_missing
 from .trees import TensorShape, leaves, map_leaves
 
 Name = tuple[str, int, int]  # function or block, number of the call or of the block, position in the result
+# Attributes that make a tensor, as a function does. Not `data` and `grad`: hooks of a single rank may read them.
+_VIEWS = frozenset(("T", "mT", "H", "mH", "real", "imag"))
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
 
 
@@ -100,6 +102,8 @@ class OuterValues(TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         function = str(getattr(func, "__name__", func))
+        if function == "__get__" and func.__self__.__name__ in _VIEWS:
+            function = func.__self__.__name__
         # Operations in another grad mode are hooks on parameters: no part of the forward, and different between ranks.
         if function == "__get__" or torch.is_grad_enabled() != self._with_grad:
             return result

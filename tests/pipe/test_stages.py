@@ -164,6 +164,17 @@ class UsedBehind(models.Mlp):
         return functional.mse_loss(self.last(x * gate.mean()), y) + start.square().mean()
 
 
+class TransposedBehind(models.Mlp):
+    """The head takes a transpose that was made before the blocks, by an attribute."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        start = x.T
+        for layer in self.layers:
+            x = layer(x)
+        return functional.mse_loss(self.last(x @ start @ x), y)
+
+
 NESTED = {"inputs": [VECTORS[0], None], "scale": 0.7, "unused": {"name": "a", "flags": (True, None)}}
 CASES: dict[str, tuple[Callable[[], nn.Module], Call, int]] = {  # with the most stages
     "tied_gpt": (models.tied_gpt, of_tokens, 3),
@@ -176,6 +187,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call, int]] = {  # with the most
     "first_input_again": (FirstInputAgain, of_vectors, 5),
     "skip_connections": (SkipConnections, of_vectors, 6),
     "used_behind": (partial(UsedBehind, 4), of_vectors, 4),
+    "transposed_behind": (partial(TransposedBehind, 4), of_vectors, 4),
     "recomputes_blocks": (partial(models.Recomputing, "inside"), of_tokens, 3),
     "recomputes_blocks_reentrant": (partial(models.Recomputing, "inside", True), of_tokens, 3),
     "recomputes_around_blocks": (partial(models.Recomputing, "around"), of_tokens, 3),

@@ -107,7 +107,7 @@ class ListedExperts:
         numbers = torch.tensor([number for number, _ in calls], dtype=torch.int64, device=x.device)
         # With `output_size` the host does not wait to learn the size.
         choices = torch.repeat_interleave(numbers, numels, output_size=len(rows))
-        counts, experts, is_called = self._routes(choices, numbers)
+        counts, experts, without_rows = self._routes(choices, numbers)
         order, name = torch.sort(choices, stable=True).indices, self._layer.name  # rows are sent by expert
         counts_back = tuple(zip(*counts, strict=True))
 
@@ -123,15 +123,15 @@ class ListedExperts:
             return out
 
         received = with_backward(rows, lambda x: there(x, "tokens"), lambda dy: back(dy, "the gradient of tokens"))
-        made = self._made(received, experts, is_called)
+        made = self._made(received, experts, without_rows)
         return with_backward(made, lambda made: back(made, "outputs"), lambda dy: there(dy, "the gradient of outputs"))
 
-    def _routes(self, choices: Tensor, called: Tensor) -> tuple[tuple[tuple[int, ...], ...], Tensor, list[bool]]:
+    def _routes(self, choices: Tensor, called: Tensor) -> tuple[tuple[tuple[int, ...], ...], Tensor, list[int]]:
         """Count the rows that ranks exchange. choices: (rows,); called: (calls,).
 
         Returns the rows that rank i sends to rank j, as counts[i][j]; the expert of each received row among this rank's
-        experts; and whether any rank calls each of them. An expert that is called with no rows gets a gradient of
-        zeros; an expert that no rank calls gets none. The host waits for the device here.
+        experts; and those of them that are called with no rows only. These get a gradient of zeros; an expert that no
+        rank calls gets none. The host waits for the device here.
         """
         exchange, num_experts = self._exchange, self._layer.num_experts
         size, own = exchange.size, num_experts // exchange.size
@@ -147,20 +147,18 @@ class ListedExperts:
         experts = torch.arange(own, device=choices.device).repeat(size)
         num_received = sum(row[exchange.place] for row in by_rank)
         of_rows = torch.repeat_interleave(experts, received, output_size=num_received)
-        return by_rank, of_rows, [any(row[number] % 2 for row in mine) for number in range(own)]
+        return by_rank, of_rows, [number for number in range(own) if max(row[number] for row in mine) == 1]
 
-    def _made(self, rows: Tensor, experts: Tensor, is_called: list[bool]) -> Tensor:
+    def _made(self, rows: Tensor, experts: Tensor, without_rows: list[int]) -> Tensor:
         if len(rows):
             made = self._tried(rows, experts)
         else:
             params = [param for expert in self._own for param in expert.parameters() if param.requires_grad]
             # No zeros: each expert in a list has separate parameters, and without a call they get no gradient.
             made = NoRows.apply(rows, False, *params)  # type: ignore[no-untyped-call]  # as torch has it
-        present = set(experts.tolist())
-        for number, expert in enumerate(self._own):
+        for number in without_rows:
             # The gradient is then zeros and not None, as without a split: weight decay and momentum go on.
-            if is_called[number] and number not in present:
-                made = torch.cat([made, expert(rows[:0])])
+            made = torch.cat([made, self._own[number](rows[:0])])
         return made
 
     def _computed(self, rows: Tensor, choices: Tensor, weights: Tensor) -> Tensor:

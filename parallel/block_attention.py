@@ -293,8 +293,9 @@ def _weights(scores: Tensor, lse: Tensor) -> Tensor:
 
 
 def _alike(kind: Kind, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value with as many heads. In a FULL block the queries of all heads of a key form one
-    sequence.
+    """Return query, key and value with equal numbers of heads.
+
+    In a FULL block, the queries of all heads of a key are joined to a sequence. Else keys and values are repeated.
     """
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     if groups == 1:

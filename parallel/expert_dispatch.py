@@ -112,7 +112,7 @@ Slots = tuple[tuple[tuple[int, ...], ...], ...]
 
 @dataclass(frozen=True)
 class TokenWay:
-    """The exchange of one forward.
+    """The exchange of tokens in a forward of a layer: which rows and choices go to which rank.
 
     tokens: (sent rows,) int64, by rank. choices: (sent choices,) int64, indices of flat choices, by rank and slot.
     slots: of all ranks.

@@ -38,7 +38,7 @@ _Run = Callable[[int, tuple[Any, ...], dict[str, Any]], Tensor]
 
 
 class ListedExperts:
-    """A list on one rank, which has the values of some of its experts. The parameters of the rest are empty."""
+    """Runs a list of experts on a rank that holds some of them. The parameters of the remaining experts are empty."""
 
     def __init__(self, layer: ExpertList, exchange: Collectives, patches: ModelPatches) -> None:
         self._layer, self._exchange = layer, exchange
@@ -225,7 +225,7 @@ def _ask(
 
 
 def _rows(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the one tensor that an expert is called with."""
+    """Return the only tensor that an expert is called with. Raises ValueError if there are more inputs."""
     given = [*args, *kwargs.values()]
     if len(given) == 1 and isinstance(given[0], Tensor) and given[0].dim():
         rows: Tensor = given[0]

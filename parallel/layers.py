@@ -29,7 +29,9 @@ _BIAS = "down_proj_bias"
 
 
 class ExpertSums:
-    """Experts of one module on one rank: `copied` for tokens and routing weights before it, `summed` behind it.
+    """Sums the outputs of a module's experts over the ranks: each rank has some columns of each expert.
+
+    Tokens and routing weights are `copied` before the module, and its output is `summed`.
 
     If a rank has a part of the tokens, the tokens are gathered with their choices and the sum is scattered. Experts
     treat each token alone, so any order of tokens is correct. These hooks lie outside the token exchange of an expert
@@ -84,7 +86,7 @@ def _without_bias(module: nn.Module, forward: Callable[..., Tensor], *args: Any,
 
 
 class SplitLayers:
-    """The split layers of a model on one rank.
+    """Installs the split layers of a model on a rank.
 
     | style      | before the layer                  | behind the layer                                       |
     |------------|-----------------------------------|--------------------------------------------------------|

@@ -134,7 +134,7 @@ def vocabulary_of(model: nn.Module) -> dict[str, str]:
         is_head = module is head and is_linear(module) and _rows(module) == _rows(embedding)
         if is_head or getattr(module, "weight", None) is embedding.weight:
             if not can_give_vocabulary(module):
-                return {}  # what shares the weight cannot be split
+                return {}  # a module that shares the weight cannot be split
             found[name] = Style.VOCABULARY.value
     return found
 
@@ -218,7 +218,7 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
         found |= dict.fromkeys(_matches(modules, pattern), style)
     found |= {name: "column/2" for name in found if _is_gate_up(name, found, modules)}
     _check_kinds(found, modules)
-    # A plan of the model with columns or rows is complete: names would split what it leaves whole.
+    # A plan of the model with columns or rows is complete: names would split layers that it leaves whole.
     has_own = any(style in ("column", "row") for style in found.values())
     found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
     found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **_experts_of(modules)}

@@ -139,7 +139,7 @@ class SequenceData:
         """The label of tokens without a label, if a batch has no `ignore_index`."""
 
     def part(self, batch: Any, device: torch.device, needs_labels: bool = True) -> SequenceShard:
-        """Return this rank's part. needs_labels: a loss is computed of it. Raises SequenceError."""
+        """Return this rank's part. needs_labels: whether a loss is computed with it. Raises SequenceError."""
         if not isinstance(batch, Mapping) or not any(isinstance(batch.get(name), Tensor) for name in _TOKENS):
             kind = "a mapping without them" if isinstance(batch, Mapping) else type(batch).__name__
             raise SequenceError(f"batch: expected a mapping with input_ids (or inputs_embeds), found {kind}")
@@ -180,7 +180,7 @@ class SequenceData:
         return SequenceShard(made, whole.to(device), factor, ignored)
 
     def all_labelled(self, batch: Any, device: torch.device) -> SequenceShard:
-        """Return a few tokens, each with a valid label. The batch is data for one rank alone."""
+        """Return a few tokens, each with a valid label. Only for an axis of a single rank, which has all tokens."""
         part = self.part(batch, device, needs_labels=False)
         made = _narrowed(dict(part), 0)
         # A class that the batch has, or 0 if all labels are ignored (-100).
@@ -189,7 +189,7 @@ class SequenceData:
         return SequenceShard(_with_labels(made, labels), part.whole, 1.0)
 
     def trial(self, batch: Any, device: torch.device) -> SequenceTrial:
-        """Return the tokens for a check. The batch is data for one rank alone."""
+        """Return the tokens for a check. Only for an axis of a single rank, which has all tokens."""
         part = self.part(batch, device, needs_labels=False)
         labels, ignored, length = part.get("shift_labels"), part.ignored, part["position_ids"].shape[1]
         labelled = [length // 2] if labels is None else (labels != ignored).any(0).nonzero().flatten().tolist()

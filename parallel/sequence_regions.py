@@ -81,6 +81,7 @@ class SequenceParallelRegions:
         self._call: _Call | None = None
         self._brought: tuple[weakref.ref[Tensor], Tensor, Tensor] | None = None  # part, gathered, joined
         self._of_blocks = {id(part) for s in regions for block in s.blocks for part in block.module.modules()}
+        # Without the tiled module itself: it gets a part of the tokens, and the layers in it get tiles of this part.
         self._tiled = {id(p) for m in model.modules() if id(m) in tiled for p in m.modules() if p is not m}
         self._given_all = set[int]()  # identities of modules that get all tokens
         self._whole_inputs = set[tuple[int, Any]]()  # (module, input) that is a further input of the block

@@ -37,7 +37,7 @@ _CACHE = re.compile("cache", re.IGNORECASE)
 
 
 class SplitSelfCheck:
-    """The modules to compare, by name; of modules that repeat, the first. Must be built before layers are split."""
+    """Compares split modules with whole copies; of modules that repeat, the first. Make it before layers are split."""
 
     def __init__(
         self,

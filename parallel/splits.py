@@ -172,7 +172,7 @@ _PROJECTIONS |= {"q_attn", "c_attn", "qkv", "qkv_proj", "query_key_value"}
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of one attention module; each rank computes some of them.
+    """The heads of an attention module. Each rank computes some of them.
 
     If there are fewer key heads than ranks, several ranks have the same key head.
     """
@@ -212,7 +212,7 @@ class Heads:
         # Not for fused layers: shards with a common key head would differ in their queries, and `copies` finds equal
         # shards only.
         if degree % heads == 0 and heads < self.queries and self.queries % degree == 0 and not has_parts:
-            # Ranks with query heads beside each other share a key head: the one that these query heads use.
+            # Ranks with neighbouring query heads share the key head that these query heads use.
             kept = [place * heads // degree for place in range(degree)]
             return [(head * self.size, (head + 1) * self.size) for head in kept]
         kind = "heads" if heads == self.queries else "key heads"

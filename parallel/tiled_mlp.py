@@ -151,7 +151,7 @@ def _takes_one(module: nn.Module) -> bool:
 
 
 class _Work:
-    """A module on one input: its tiles, and the state that a recomputation must repeat."""
+    """Computes a module on an input in tiles, and keeps the state that the recomputation must repeat."""
 
     def __init__(self, module: nn.Module, inner: Callable[[Tensor], Any], tile: int, device: torch.device) -> None:
         self.module, self.inner, self.tile = module, inner, tile

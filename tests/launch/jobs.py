@@ -32,7 +32,7 @@ class Job:
     A mark in the environment tells its processes from others.
     """
 
-    hang_seconds = 30.0
+    hang_seconds = 90.0
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Job:
 class HostsJob(Job):
     """The launcher runs on host `at` of a network. Its folder is on all hosts; all processes on them are the job's."""
 
-    hang_seconds = 50.0
+    hang_seconds = 120.0
 
     def __init__(
         self,

@@ -79,6 +79,7 @@ class TransientBuffer:
         self.tensor = pages.tensor
         self._whole_pages = pages.base, self.tensor.nbytes // PAGE_BYTES * PAGE_BYTES
         self._madvise = _libc().madvise
+        # Advice: on a kernel without huge pages the call fails, and small pages serve.
         self._madvise(*self._whole_pages, _HUGEPAGE)
 
     def drop(self) -> None:

@@ -176,6 +176,7 @@ class HostStore:
     def _copy(self, key: str, values: Tensor, into: Tensor, caller: Tensor) -> Transfer:
         running = self._running.pop(key, None)
         if caller.device.type == "cpu":
+            # A copy of this key to or from a device may still use the kept bytes.
             if running is not None:
                 running.synchronize()
             into.copy_(values)
@@ -197,6 +198,7 @@ def copy_on(stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
     `with stream:` would keep the stream before it in the object, and two threads may be there at once.
     """
     index, before = torch.accelerator.current_device_index(), torch.accelerator.current_stream(stream.device)
+    # This makes the stream's device current too: hence the index.
     torch.accelerator.set_stream(stream)
     try:
         out.copy_(values, non_blocking=True)

@@ -35,6 +35,7 @@ class TensorChunk:
         """Return True if the chunk is not empty and lies in a tensor of this shape."""
         if not len(self.offsets) == len(self.sizes) == len(shape):
             return False
+        # A chain: o >= 0, 0 < size, size <= dim - o.
         return all(o >= 0 < size <= dim - o for o, size, dim in zip(self.offsets, self.sizes, shape, strict=True))
 
     def is_range_of(self, shape: tuple[int, ...]) -> bool:

@@ -53,6 +53,7 @@ def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tenso
         dampening=options["dampening"],
         nesterov=options["nesterov"],
         maximize=False,
+        # torch copies the first gradient into the buffer, without dampening.
         is_first_step=int(step) == 1,
     )
 

@@ -130,6 +130,7 @@ def _hide(average: Tensor, master: Tensor) -> None:
     """Undo `_show`, bit by bit."""
     bits = average.view(torch.int32)
     lost = bits & 0xFFFF
+    # `-` binds before `<<`: first the carry is subtracted, then the bits move up.
     before = (master.view(torch.int16).to(torch.int32) - (lost >> 15) << 16) | lost
     master.view(torch.int16).copy_(bits >> 16)
     bits.copy_(before)

@@ -140,6 +140,7 @@ class GroupMemories:
 
     def _common_sums(self, trained: Sequence[GroupPlan]) -> dict[str, Tensor]:
         """Allocate the gradient sums that replicas on a host share, by name of the group."""
+        # Without tied groups: `replace` changes their sums, and no rank may write to the common memory.
         found: dict[str, Tensor] = {}
         for axes, plans in _by_axes(
             [plan for plan in trained if not plan.sharding.tied], lambda sharding: sharding.replicas
@@ -166,6 +167,7 @@ class GroupMemories:
         mesh, shard_store, sharding = self._mesh, self._shard_store, plans[0].sharding
         transport, device = mesh.over(sharding.states).transport, mesh.world.device
         axis = mesh.over(sharding.parameters)
+        # As `ShardedGroup.frees_memory`, which does not exist yet.
         frees_memory = shard_store is not None or (axis.size > 1 and not transport.copies_are_shared)
         if not frees_memory and device.type == "cpu" and not transport.copies_are_shared:
             return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.plan.dtype, device))

@@ -187,6 +187,7 @@ class QuantizedCodec(Codec):
         def summed() -> Pending:
             parts = [out[region] for region in regions]
             spread, sums = self._swap(
+                # An all-to-all, as a gather takes equal parts, and regions may differ in size.
                 own.repeat(self.axis.size - 1),
                 self._to_others([own.numel()] * self.axis.size),
                 self._to_others([self._bytes([part]) for part in parts]),
@@ -217,6 +218,7 @@ class QuantizedCodec(Codec):
         for rank, pieces in enumerate(of_ranks):
             for piece in pieces if rank != own else ():
                 nbytes = self._bytes([piece])
+                # By element of the message, so no two elements have the same draw.
                 quantize(piece, self._bits, given[at : at + nbytes], rounding=rounding.at(offset), step=step)
                 at, offset = at + nbytes, offset + piece.numel()
         return self._swap(given, sent, self._to_others([self._bytes(of_ranks[own])] * self.axis.size), what)

@@ -67,6 +67,7 @@ class LossScaler:
                     "fp16.min_loss_scale). The training has diverged, or the model needs bf16: lower the learning "
                     'rate, or set "bf16": {"enabled": true} instead of fp16.'
                 )
+            # As in DeepSpeed the hysteresis is not refilled here: further overflows in a row halve at once.
             self.scale = max(self.scale / 2, self._minimum)
             return
         self._steps_without_overflow += 1

@@ -68,6 +68,7 @@ class WeightForm:
         return cls(
             is_mixed=is_mixed,
             master_dtype=torch.float32 if is_mixed else dtype,
+            # Counted in the flat buffer, so the draws do not depend on the number of shards.
             rounding=Rounding.of(seed, group.plan.name, group.own.start) if is_drawn else None,
             has_remainder=masters.remainder is not None and is_half,
         )

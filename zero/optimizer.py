@@ -195,6 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard.fill_chunks()
             shard.begin_with_parameters()
             if self.counts.num_steps:
+                # None for each parameter: no states yet.
                 self._update.make_states(shard, {}, dict.fromkeys(shard.group.layout.names))
             if self.averages is not None:
                 self.averages.add(shard)
@@ -334,6 +335,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.thread.start(give_back)
         for shard, running in started:
             if shard.group.waits_for_update:
+                # A group that is kept full has the old values. Its next gather waits for the update.
                 shard.group.release_kept()
             else:
                 self._follow(shard, running)

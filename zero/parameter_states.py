@@ -166,5 +166,6 @@ class ParameterStates:
                 self._update.make_states(shard, dtypes, own)
             else:
                 self._update.forget_states(shard)
+        # The run has made no step, but the chunks still have the states from before the load.
         for shard in self._shards if not dtypes and not scalars else ():
             shard.fill_chunks()

@@ -48,6 +48,7 @@ class ShardStore:
         """Remove the shard of the group `name`. Raises OffloadError if an earlier shard cannot be saved."""
         self.window.put_back()
         self.window.wait()
+        # After the window: a save that comes later would make the key again.
         self._store.drop(name)
 
     def close(self) -> None:
@@ -59,6 +60,7 @@ class ShardStore:
 CHUNK_NUMEL = 4 << 20
 """Elements of a chunk: large enough for the disk, small enough that three of them take little memory."""
 
+# A cache line, and a multiple of every item size, as `view` to another dtype requires.
 _ALIGNMENT_BYTES = 64
 
 
@@ -130,6 +132,7 @@ class StateChunks:
 
     def close(self) -> None:
         """Free the buffers and the store's room."""
+        # First: a running transfer still uses its buffer.
         self.window.close()
         while self._buffers:
             self._pool.give(self._buffers.popitem()[1])
@@ -141,6 +144,7 @@ class StateChunks:
         if self._store is None:
             self._sizes.append(nbytes)
             self._buffers[key] = self._pool.take(nbytes)
+            # The buffer is the placement and the memory in use, so nothing is loaded or saved.
             return Offloadable(key, partial(self._buffers.__getitem__, key))
         self._sizes += [nbytes] * self.plan.num_versions
         return Offloadable.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)

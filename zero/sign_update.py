@@ -117,6 +117,7 @@ class SignMean:
             message, said = self._encoded(values[region], other, unused)
             messages.append(message)
             self._keep(self.worker_error[region], values[region], said, other, unused)
+        # Every rank sends the message of region j to rank j: equal rows.
         counts = tuple(tuple(map(layout.nbytes, range(size))) for _ in range(size))
         arrived = self.exchange.swap_rows(torch.cat(messages), counts, f"signs of {self.what}")
         own = layout.regions[place]
@@ -211,6 +212,7 @@ class SignUpdate(FusedUpdate):
             for param_shard in shard.group.param_shards
             if terms.step_of(id(shard.group.params[param_shard.index]))
         ]
+        # In place if the dtypes agree: with signs replicas do not share the memory of their sum (`shares_gradients`).
         gradient = gradient.to(weight.dtype).mul_(terms.gradient_scale)
         if self.sums_gradients(terms.step):
             for _, where, options in used:

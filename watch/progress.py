@@ -38,7 +38,7 @@ from .record import (
 
 
 class Activity(Enum):
-    """What a rank does. The value is the text for users."""
+    """The activity of a rank. The value is the text for users."""
 
     STARTING = "starting"  # `lowtide` is imported
     INITIALIZING = "in lowtide.initialize"

@@ -31,7 +31,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def claim(path: str) -> bool:
-    """Make this process the rank of `path`. Returns False if another process is, such as the parent.
+    """Make this process the rank of `path`. Returns False if another process has claimed it, as the parent.
 
     May be called again. Raises OSError if no file can be made there.
     """
@@ -58,7 +58,7 @@ def claim_as_asked() -> None:
 
 
 def owner(path: str) -> int | None:
-    """Return the process that has claimed `path`. None if there is none, or it has ended."""
+    """Return the process that has claimed `path`. None if nobody has, or if it has ended."""
     try:
         with open(path + SUFFIX, encoding="ascii") as file:
             words = file.readline().split()
@@ -139,7 +139,7 @@ def _stat(pid: int) -> list[str]:
 
 
 def _started(pid: int) -> str:
-    """Return the start time of a process in ticks since boot; "" if there is none, "alive" if the time is unknown."""
+    """Return the start time of a process in ticks since boot; "" if it has ended, "alive" if the time is unknown."""
     fields = _stat(pid)
     # starttime, field 22 of proc(5): this list begins with field 3.
     if len(fields) > 19:

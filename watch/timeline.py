@@ -1,6 +1,6 @@
 """A rank's activities as spans on lanes, for a trace, and as seconds by phase.
 
-There is a lane for computation and a lane for each kind of wait. Times are of the host: on an accelerator a phase ends
+Computation has a lane, and so has each kind of wait. Times are of the host: on an accelerator a phase ends
 when all its work is queued, and only waits of the host are visible.
 """
 

@@ -11,7 +11,7 @@ Reports = Mapping[int, RankProgress | None]
 
 
 def who_waits_for_whom(ranks: Reports, hosts: Mapping[int, str] | None = None) -> str:
-    """Write the activities of the ranks, grouped, and then the ranks that the others wait for.
+    """Write the activities of the ranks, grouped, and then the awaited ranks.
 
     ranks: the newest report of every rank of the job, or None. hosts: the host of each rank, if there are several.
     Example:

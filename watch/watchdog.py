@@ -1,4 +1,4 @@
-"""Look at a hanging process from a thread of it: `poll`, and a report of a rank whose step exceeds the limit."""
+"""Threads that look at a hanging process from inside: `poll`, and a report of each step over the limit."""
 
 from __future__ import annotations
 

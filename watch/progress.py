@@ -143,8 +143,7 @@ def read_progress(path: str, rank: int) -> RankProgress | None:
     pid = stacks.owner(path) if found is None else None
     if pid is None:
         return found
-    seconds = time.time() - os.stat(path + stacks.SUFFIX).st_ctime
-    return RankProgress(rank, 0, pid, 0, Activity.STARTING.value, max(0.0, seconds))
+    return RankProgress(rank, 0, pid, 0, Activity.STARTING.value, stacks.age_seconds(pid))
 
 
 def _decoded(data: bytes) -> RankProgress | None:

@@ -151,6 +151,15 @@ def _started(pid: int) -> str:
     return "alive"
 
 
+def age_seconds(pid: int) -> float:
+    """Return the time since a process started; 0 if it is unknown."""
+    ticks = _started(pid)
+    if not ticks.isdigit():
+        return 0.0
+    # The kernel counts the start in ticks of this clock, suspended time included.
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK"))
+
+
 def end_with_parent() -> None:
     """Let Linux send SIGTERM to this process when its parent ends. For `preexec_fn`."""
     with contextlib.suppress(OSError, AttributeError):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.watch import record
+from lowtide.watch import record, stacks
 from lowtide.watch.progress import Activity, Progress, RankProgress, Wait, read_progress
 
 VARIABLE = "LOWTIDE_PROGRESS_FILE"
@@ -163,6 +163,9 @@ def test_before_import_there_is_nothing_and_after_it_a_start(path: str, read: Re
     assert process.stdout is not None and process.stdout.readline() == "False\n"
     found = read()
     assert (found.rank, found.pid, found.activity, found.has_joined) == (2, process.pid, "starting", False)
+    time.sleep(max(0.0, 0.3 - found.activity_seconds))
+    assert "File" in stacks.collect_stacks({2: path})[2]
+    assert read().activity_seconds >= 0.3  # the stacks have changed its file
     process.communicate("")
     assert read_progress(path, 2) is None
 

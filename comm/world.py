@@ -251,7 +251,7 @@ class World:
 
     @cached_property
     def hosts(self) -> list[str]:
-        """The host of each rank, identified by boot id and memory namespace, since names may be equal."""
+        """The host of each rank, by boot id, /dev/shm and process namespace, since names of hosts may be equal."""
         return self.gather_objects(_host_identity())
 
     @property
@@ -350,8 +350,9 @@ def _host_identity() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
-        # Containers of a host have the same boot id, but usually separate mounts of /dev/shm.
-        namespace = os.stat("/dev/shm")
-        return f"{boot}:{namespace.st_dev}:{namespace.st_ino}"
+        # Containers of a host have the same boot id, but usually separate mounts of /dev/shm. With a common mount they
+        # may still number their processes separately, and ranks on shared memory watch each other by process id.
+        memory, processes = os.stat("/dev/shm"), os.readlink("/proc/self/ns/pid")
+        return f"{boot}:{memory.st_dev}:{memory.st_ino}:{processes}"
     except OSError:
         return socket.gethostname()

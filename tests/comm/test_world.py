@@ -4,6 +4,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
-from lowtide.comm import CollectiveError, World
+from lowtide.comm import CollectiveError, World, transport_for
 from lowtide.comm.rendezvous import loopback_store
 from lowtide.comm.world import gather_objects
 from tests.kit.ranks import RankPool, environment, free_port
@@ -112,6 +113,22 @@ def everyone_says() -> list[tuple[list[Any], int]]:
 
 def test_every_rank_hears_what_each_says_however_long_it_is(ranks: RankPool) -> None:
     assert ranks(3, everyone_says) == [[(list(enumerate(lengths)), calls) for lengths, calls in LENGTHS]] * 3
+
+
+def count_hosts(apart: bool) -> tuple[int, str]:
+    """The hosts of the ranks, and the transport that they choose. apart: rank 1 has processes of its own numbers."""
+    world = World.join("cpu")
+    with mock.patch.object(os, "readlink", return_value="pid:[1]") if apart and world.rank else nullcontext():
+        num_hosts = world.num_hosts
+    world.leave()
+    return num_hosts, transport_for("auto", "cpu", world.size, num_hosts)
+
+
+@pytest.mark.parametrize(("apart", "found"), [(False, (1, "shared_memory")), (True, (2, "sockets"))])
+def test_containers_that_number_processes_apart_share_no_memory(
+    ranks: RankPool, apart: bool, found: tuple[int, str]
+) -> None:
+    assert ranks(2, count_hosts, apart) == [found] * 2
 
 
 # -- the end: see [Note: threads at exit] in `comm/world.py` ----------------------------------------------------------

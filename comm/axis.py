@@ -102,7 +102,7 @@ class Transport(ABC):
         """Allocate `count` slots of `nbytes` each, if the transport does not make them in `open_slot`."""
 
     def release_slots(self) -> None:  # noqa: B027 (most transports keep none)
-        """Give back the memory of slots and receive buffers, if no operation uses them. Later ones make new ones."""
+        """Free slots and receive buffers, if no operation uses them. Later operations make new buffers."""
 
     def next_slot(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         """Return the slot that `open_slot` will return next, to be written early. None if it is still in use."""

@@ -223,12 +223,11 @@ class ErrorBroadcast:
         if count == self._num_told and all(other == count for other, _ in told):
             return
         others = ", ".join(str(other) for other, (number, _) in enumerate(told) if number < count)
-        error_broadcast = (
-            f"rank {rank} raised {text}"
-            if count > self._num_told
-            else f"this rank raised {text}, rank {others} did not"
-        )
-        raise CollectiveError(f"rank {self._rank} in {what}: {error_broadcast}{_NO_FURTHER}")
+        if count > self._num_told:
+            found = f"rank {rank} raised {text}"
+        else:
+            found = f"this rank raised {text}, rank {others} did not"
+        raise CollectiveError(f"rank {self._rank} in {what}: {found}{_NO_FURTHER}")
 
     def alone(self, channel: Begun, ranks: Sequence[int]) -> str:
         """Explain why this rank waits in vain for one of `ranks` in a collective. Returns "" if unknown."""

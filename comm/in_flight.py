@@ -105,7 +105,7 @@ class FlightRecorder:
                     trails[rank] = self._world.store.get(key).decode()
         except RuntimeError:
             pass  # that rank has not timed out, or the rank that hosts the store is gone
-        listed = "; ".join(f"rank {rank}: {recorder}" for rank, recorder in sorted(trails.items()))
+        listed = "; ".join(f"rank {rank}: {trail}" for rank, trail in sorted(trails.items()))
         return f" The last collectives: {listed}."
 
 

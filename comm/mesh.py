@@ -133,8 +133,7 @@ class Mesh:
     @property
     def slot_bytes(self) -> int:
         """Bytes that this rank's transports keep between operations."""
-        transports = {id(axis.transport): axis.transport for axis in (*self._lines.values(), *self.inner.values())}
-        return sum(transport.slot_bytes for transport in transports.values())
+        return sum(axis.transport.slot_bytes for axis in (*self._lines.values(), *self.inner.values()))
 
     def over(self, names: Sequence[str]) -> Axis:
         """Return the axis of the ranks that differ only on these axes. The first axis divides first."""

@@ -77,7 +77,7 @@ def form_of(tensor: Tensor) -> Form:
 
 
 def form_uses_triton(backend: Backend, kernel: str, *forms: Form | None) -> bool:
-    """Tell what `uses_triton` tells of tensors of these forms."""
+    """Tell if `kernel` runs its Triton form on tensors of these forms. See `uses_triton`."""
     return _choose(backend, kernel, tuple([(form[3], form[2]) for form in forms if form is not None]))
 
 

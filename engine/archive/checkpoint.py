@@ -247,7 +247,7 @@ class Checkpointer:
             checkpoint.averages.read(self._named.averages() if checkpoint.averages.tensors else [], shared)
         self._named.publish()
         self._frozen.note_read(before)
-        # After `publish`: averages that the checkpoint lacks restart from the loaded weights.
+        # After the weights: averages that the checkpoint lacks restart from them.
         self._restore_averages(training["averages"])
         if training.get("outer") is not None and not self._world.rank:
             logger.warning("%s", _ISLAND_LEFT)

@@ -64,7 +64,7 @@ class AveragedWeights(StepFeature):
             with call_guard.error_broadcast.call(f"{BODY}engine.ema_weights()", is_context=True):
                 yield
         finally:
-            averages.are_shown = False
+            # Before the swap, which `before_call` would refuse while the feature is on.
             features.turn_off(self)
             if not call_guard.is_over:
                 swapped(False)

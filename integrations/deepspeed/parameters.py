@@ -78,7 +78,7 @@ class GatheredParameters:
         # Before the engine's context ends: it wants the same changes on every rank.
         if self._modifier_rank is not None and error[0] is None and comm.is_initialized():
             for param in self._params:
-                if table_of(param) is None:
+                if owner_of(param) is not None:
                     comm.broadcast(param.data, src=self._modifier_rank)
         self._open.__exit__(*error)
         # After an error ranks may be at different places, and this is a collective.

@@ -124,6 +124,15 @@ def test_parameters_are_gathered_and_set(stage: int) -> None:
 
 
 @on_ranks(2)
+def test_a_parameter_without_an_engine_stays_as_it_is() -> None:
+    rank = deepspeed.comm.get_rank()
+    param = nn.Parameter(torch.full((2,), float(rank)))
+    with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+        pass
+    assert param.tolist() == [rank, rank]
+
+
+@on_ranks(2)
 def test_checkpoints_have_deepspeeds_return_values(tmp_path: Path) -> None:
     rank, folder = deepspeed.comm.get_rank(), str(tmp_path)
     engine = engine_of(2)

@@ -194,7 +194,7 @@ class Space:
         pipeline = degrees.pipeline
         for stage in self._values("stage", (0, 1, 2, 3)):
             for shard_size in self._values("shard_size", _shard_sizes(stage, data)):
-                # Shard groups of a single rank shard nothing, so stage 0 has the same memory and time.
+                # Shard groups of a single rank shard nothing: stage 0 does the same.
                 if data % (shard_size or data) or (shard_size == 1 and stage and data > 1 and "stage" not in self.held):
                     continue
                 # The ranks that share experts must be in the same shard group.

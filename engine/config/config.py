@@ -374,7 +374,8 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
 
     zero = config.zero_optimization
     # The shard group must divide the ranks. A shard size of null means all ranks, so hpZ must divide them.
-    divisor = math.lcm(zero.shard_size or zero.partition_size, config.parallel.expert)
+    shard_size = zero.shard_size or zero.partition_size if zero.stage else 1
+    divisor = math.lcm(shard_size, config.parallel.expert)
     same = config.parallel.ranks_of_sample
     return KeptBatch(first, first_world_size, same, micro is not None, can_accumulate, divisor)
 

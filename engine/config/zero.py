@@ -301,6 +301,8 @@ def update_in_backward_faults(config: Any) -> list[Fault]:
 
 def shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fault]:
     """Return faults unless the shard size divides the data-parallel ranks, hpZ the shard size, and experts both."""
+    if zero.stage == 0:  # shards nothing: the keys have notes
+        return []
     group_size = data_size if zero.shard_size is None else zero.shard_size
     found = []
     for key, size, of, what, whole in (
@@ -315,7 +317,7 @@ def shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fau
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))
         # Experts lie within each group. If they do not divide the whole, another fault says so. hpZ of 1 rank is off,
         # but a shard group of 1 rank is a group.
-        elif zero.stage and size % expert and whole % expert == 0 and (key == "shard_size" or size > 1):
+        elif size % expert and whole % expert == 0 and (key == "shard_size" or size > 1):
             message = f"expert({expert}) x shard(?) = {key}({size}) does not hold; set a multiple of {expert}"
             found.append(Fault(f"zero_optimization.{key}", "conflict", message))
     return found

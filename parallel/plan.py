@@ -186,6 +186,7 @@ class TensorPlan:
         by_parent: dict[str, dict[str, tuple[Style, tuple[int, ...]]]] = {}
         for name, style in styles.items():
             by_parent.setdefault(names[name].rpartition(".")[0], {})[name] = style
+        # Together, because the heads of an attention show only in the widths of all its projections.
         for parent, own in by_parent.items():
             found, of_attention = _split_beside(modules[parent], model, own, names, degree)
             layers += found
@@ -220,6 +221,7 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
     _check_kinds(found, modules)
     # A plan of the model with columns or rows is complete: names would split layers that it leaves whole.
     has_own = any(style in ("column", "row") for style in found.values())
+    # A plan of transformers may name modules of other kinds, which stay whole.
     found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
     found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **_experts_of(modules)}
     for pattern, style in wanted.items():
@@ -329,6 +331,7 @@ def _split_beside(
         found.append(_split_one(name, modules[name], style, parts, of_name, degree))
     own = {} if heads is None else heads.parameters(degree)
     if own:
+        # These parameters are split too. The style says only that the module needs no hooks.
         found.append(LayerSplit(next(iter(styles)).rpartition(".")[0], parent, Style.PARTIAL, own))
     return found, heads
 

@@ -161,6 +161,7 @@ class _RingAttention(torch.autograd.Function):
         for hop in range(ring.hops + 1):
             arriving = ring.next(blocks, 1, _KEYS) if hop < ring.hops else None
             there, those = _unpacked(blocks, shapes)
+            # A new tensor, since the sums of the hop before may still be on their way.
             summed = torch.zeros(blocks.shape, dtype=wide, device=blocks.device)
             of_key, of_value = _unpacked(summed, shapes)
             for part, queries, of, keys in _pairs(ring, hop):

@@ -106,6 +106,7 @@ class Tiles:
 def _heads(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     get = getattr(model, "get_output_embeddings", None)
     own = get() if callable(get) else None
+    # A linear layer in a block may have as many outputs by chance.
     of_blocks = {id(part) for _, block in find_blocks(model) for part in block.modules()}
     rows = {part.num_embeddings for part in model.modules() if isinstance(part, nn.Embedding)}
     linear = [(name, part) for name, part in model.named_modules() if isinstance(part, nn.Linear)]

@@ -278,6 +278,7 @@ def _pass(op: Op, stages: Sequence[int], num_microbatches: int, ahead: Sequence[
         is_ahead = following is not None and ahead is not None and ahead[following]
         row += gather if is_ahead else []
         row += [Action(op, stage, microbatch) for microbatch in range(num_microbatches)]
+        # Before RELEASE, which keeps an offloaded shard in memory if it sees that the update of the stage follows.
         row += [Action(Op.REDUCE, stage)] if op is Op.B else []
         row += [] if ahead is None else [Action(Op.RELEASE, stage)]
         row += [] if is_ahead else gather

@@ -85,6 +85,7 @@ def draw(axes: Axes, simulation: Simulation) -> None:
                 _draw(axes, schedule, rank, slot, simulation.makespan)
     for op in COMPUTE_OPS:
         if schedule.has_any(op):
+            # An empty bar, for the legend.
             axes.barh(0, 0, color=_PAPER[op][0], label=f"{op.value}: {_MEANINGS[op]}")
     axes.set_yticks(range(schedule.num_ranks), [f"rank {rank}" for rank in range(schedule.num_ranks)])
     axes.set_ylim(schedule.num_ranks - 0.5, -0.5)

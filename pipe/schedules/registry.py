@@ -101,6 +101,7 @@ def check_counts(name: str, num_ranks: int, num_microbatches: int, chunks: int |
     chunks = kind.min_chunks if chunks is None else chunks
     if chunks < kind.min_chunks or (kind.max_chunks is not None and chunks > kind.max_chunks):
         raise ScheduleError(_chunks_text(kind, chunks))
+    # From the table alone: a plan checks many counts, and making the schedules took half of its time.
     least = kind.microbatches_per_rank * num_ranks
     if num_microbatches < least:
         raise ScheduleError(

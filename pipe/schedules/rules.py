@@ -19,6 +19,7 @@ def check_rules(schedule: Schedule) -> None:
     - If there are gathers, a stage computes only while it is gathered, and is released at the end.
     - REDUCE and STEP come once, after the stage's last backward.
     """
+    # First, since the other checks index these tuples.
     _check_shape(schedule)
     for rank in range(schedule.num_ranks):
         _RankCheck(schedule, rank).run()

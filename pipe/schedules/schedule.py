@@ -215,6 +215,7 @@ _Value = tuple[str, int, int]  # text after "key:", line, column
 def _read_line(content: str, line: int, header: dict[str, _Value], rows: list[tuple[int, _Value]]) -> None:
     """Read a line "key: value" into the header, or into the rows of ranks."""
     key, colon, value = content.partition(":")
+    # Columns count from 1, and the value begins behind the colon.
     column = len(key) + 2
     key = " ".join(key.split())
     if not colon:

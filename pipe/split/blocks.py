@@ -71,6 +71,7 @@ def seconds_of_blocks(model: nn.Module, blocks: Blocks, call: Callable[[nn.Modul
     def entry_of(number: int) -> Callable[[nn.Module, Any], None]:
         return lambda module, args: entries.append((number, now()))
 
+    # Before the block's other hooks, so that their time counts as the block's.
     handles = [
         block.register_forward_pre_hook(entry_of(number), prepend=True) for number, block in enumerate(blocks.values())
     ]

@@ -97,6 +97,7 @@ def plan_split(
     plan = _assigned(model, blocks, counts, places)
     if balance != "time":
         numel = {name: param.numel() for name, param in model.named_parameters()}
+        # A tied parameter counts on each of its stages, since each holds a copy.
         return replace(plan, costs=tuple(sum(numel[name] for name in names) for names in plan.parameters))
     stage_costs = [sum(costs[block] for block in plan.blocks_of(stage)) for stage in range(num_stages)]
     return replace(plan, costs=(stage_costs[0] + first, *stage_costs[1:]))

@@ -52,8 +52,8 @@ def adapter_files(state: NamedState) -> list[AdapterFile]:
 def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
     peft: Any = sys.modules["peft"]
     module, catalog = state.module, state.catalog
-    # PEFT picks tensors out of a state_dict and renames them. Stand-ins without memory go in, and their identity tells
-    # which parameter has a new name. What comes out and is no stand-in was computed.
+    # PEFT picks tensors out of a state_dict and renames them. It gets stand-ins without memory, whose identity shows
+    # the new name of each parameter. A tensor in the result that is no stand-in was computed by PEFT.
     infos: dict[str, TensorInfo] = {**catalog.parameters, **catalog.buffers}
     stand_ins = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in infos.items()}
     name_of = {id(value): name for name, value in stand_ins.items()}

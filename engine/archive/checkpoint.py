@@ -207,7 +207,7 @@ class Checkpointer:
         what = f"loading checkpoint '{tag}' from {target.path}"
         hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
         undo = ExitStack()
-        # First all that can fail without a change, or be undone; then, behind `changed`, the parameters and states.
+        # First everything that can fail without a change, or be undone. Below `changed` parameters and states follow.
         try:
             with all_or_none(self._world, what, hint + "Nothing was changed."):
                 checkpoint = target.open(tag)

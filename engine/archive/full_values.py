@@ -172,7 +172,7 @@ class FullValues:
             group.make_exact()
             for param_view, param in zip(group.layout.param_views, group.params, strict=True):
                 whole = param.detach()
-                # An expert of a list is whole on its rank, and yet the other ranks do not have it.
+                # An expert of a list is whole on its rank, but the other ranks do not have it.
                 if group.plan.sharding.portioned or not param_view.tensor_shard.is_all:
                     whole = put_together(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
@@ -212,7 +212,7 @@ class FullValues:
         for group in groups:
             if changed and not group.frees_memory and group.sharded_state is ShardedState.UNSHARDED:
                 group.install()  # undoes an assignment to `.data`
-        # Mostly nothing was changed, so a sum comes first, and names are sent after a fault only.
+        # Usually nothing was changed. So a small sum comes first, and ranks exchange names only after a fault.
         count = torch.tensor([len(changed)], dtype=torch.int64, device=self._mesh.world.device)
         if not int(self._mesh.sum_small(count, "the end of gathered")):
             return

@@ -169,7 +169,7 @@ class ParameterValues:
         name = param if isinstance(param, str) else self._name_of(param, what)
         name = catalog.aliases.get(name, name)
         info = catalog.parameters.get(name)
-        if info is not None and name in catalog.state_keys:  # states and gradients of a bfloat16 may be wider
+        if info is not None and name in catalog.state_keys:  # states and gradients of a bfloat16 may be float32
             info = replace(info, dtype=torch.promote_types(info.dtype, torch.float32))
         if info is None:
             raise ValueError(

@@ -42,7 +42,8 @@ class BatchConsistencyCheck(StepFeature):
         # Ranks of a split may have different random states if no layer draws.
         self._draws = mesh.axes[TENSOR].size > 1 and draws(parts.module)
         self._differs = BatchDifference.NOTHING  # in this step; over stages only
-        self._found: Tensor | None = None  # (4,): on how many axes, then ranks, each of _KINDS differed since `read`
+        # (4,): for each of _KINDS, how often it differed on this rank since `read`; then the same over all ranks.
+        self._found: Tensor | None = None
         self._kinds: set[Hashable] = set()  # shapes of batches that were the same
 
     @classmethod

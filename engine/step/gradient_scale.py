@@ -106,7 +106,7 @@ class GradientScale:
         self._factors: dict[tuple[Node, float], RemovableHandle] = {}  # hooks in that backward
         self._given_edges: set[Node] = set()  # its outputs with the factor in that backward
         self._earlier_edges: set[Node] = set()  # its outputs before another forward
-        self._applied_in = -1  # the last run of autograd with the seed, either way
+        self._applied_in = -1  # the last run of autograd with the seed, from a given loss or from an output
         self.on_device: Tensor | None = None
         """() float64 on the device: `seed` in a graph that is captured for all loss scales; else None."""
         self.can_differ_from_1 = config.fp16.enabled or self._fixed != 1.0

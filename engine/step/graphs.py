@@ -404,7 +404,7 @@ class GraphRunner(ModelRunner):
                     self._find_accumulators()
                     loss = self._record(steps, ready)
                 except Exception as error:
-                    first = error  # the end of an invalid capture raises another
+                    first = error  # the end of an invalid capture raises another error, without the cause
                     raise
         except Exception as error:
             first = first or error
@@ -444,8 +444,8 @@ class GraphRunner(ModelRunner):
         """Return the state after a capture: that before it, if its tensors and facts are the same."""
         after = [gradient.state() for gradient in steps.gradients]
         assert self._now is not None
-        # An equal state gives an equal `Case`: the third microbatch of a step, unless it is the last, and those after
-        # it replay the graph of the second.
+        # An equal state gives an equal `Case`. So the third microbatch of a step and those after it replay the graph of
+        # the second, except the last microbatch.
         if self._now and all(one.is_at(other) for one, other in zip(before, after, strict=True)):
             return self._states[self._now]
         self._states.append(_State(len(self._states), after))

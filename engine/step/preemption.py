@@ -130,7 +130,7 @@ class DueCheckpoints(StepFeature):
             except CheckpointError as error:
                 if not is_preempted:
                     raise
-                logger.error("%s", error)  # but try the last save
+                logger.error("%s", error)  # not raised: the last save is tried all the same
         is_due = wanted.every_steps and step % wanted.every_steps == 0
         if wanted.folder is not None and (is_due or is_preempted):
             save = self._parts.save()

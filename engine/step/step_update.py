@@ -265,7 +265,7 @@ class StepUpdate:
         # SPECULATIVE needs no postponing: it is rolled back if it has left out other parameters (`has_missed`).
         if shard is not None and counts and self.timing is Timing.IN_BACKWARD:
             self._postpone(shard)
-            counts = bool(shard.gradient.used)  # else all of it is postponed
+            counts = bool(shard.gradient.used)  # else all parameters of the shard are postponed
             self._is_partial |= counts
         if shard is not None and counts:  # None: the parameter is in no group of the optimizer
             self._optimizer.update(shard, self._unclipped_factor(), skip=skip)

@@ -80,7 +80,7 @@ class GroupGradient:
         if low_rank is not None:
             self._reducer = PowerSGDReducer(group, levels, replicas, accumulation_dtype, self.stats, low_rank)
         self._local = LocalSum(group, accumulation_dtype, keeps_sum)
-        self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over or host is not None)
+        self._memory = ShardMemory(group, accumulation_dtype, common, is_handed_over)
         self._host = None if host is None else HostSum(host, self._memory.take)
         self._has_shard = False  # `shard` has the sum of earlier microbatches
         self._is_final = False  # `shard` has the step's sum; another backward may still add to it

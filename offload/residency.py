@@ -202,6 +202,7 @@ class Residency:
 
     def _finish(self, memory: SavedMemory) -> None:
         """Free a forgotten memory. Errors are ignored, since nobody needs the bytes."""
+        # Asked first: the calls below change both.
         is_counted, is_known = memory.content is not None, memory.was_sent
         for finish in (memory.finish_load, memory.finish_save):
             with contextlib.suppress(OffloadError):

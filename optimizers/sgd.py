@@ -46,6 +46,7 @@ def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tenso
     torch._fused_sgd_(
         [weight],
         [gradient],
+        # Momentum may have been set to 0 after the buffer was made.
         list(states) if options["momentum"] else [],
         weight_decay=options["weight_decay"],
         momentum=options["momentum"],
@@ -215,6 +216,7 @@ class RMSpropParams(OptimizerParams):
 
 
 def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
+    # Two options decide which states exist, so a position does not tell a state.
     by_name = dict(zip((state.name for state in RMSPROP.states_for(options)), states, strict=True))
     keep = options["alpha"]
     gradient = gradient.add(weight, alpha=options["weight_decay"])
@@ -267,6 +269,7 @@ def _adadelta(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: 
     gradient = gradient.add(weight, alpha=options["weight_decay"])
     squares.mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
     change = steps.add(eps).sqrt_().div_(squares.add(eps).sqrt_()).mul_(gradient)
+    # After its use above: algorithm 1 scales a step by the mean of earlier steps.
     steps.mul_(keep).addcmul_(change, change, value=1 - keep)
     weight.add_(change, alpha=-options["lr"])
 

@@ -184,6 +184,7 @@ def _decoded(data: bytes) -> RankProgress | None:
 
 
 def _text(field: bytes) -> str:
+    # A slot keeps the first bytes of a long name, and may cut it inside of a character.
     return field.rstrip(b"\0").decode(errors="ignore")
 
 
@@ -206,6 +207,7 @@ class Progress:
         try:
             if path and stacks.claim(path):
                 progress._store_in(mapped(path))
+        # A record helps to look at a training: its lack must not end the training.
         except OSError as error:
             warnings.warn(f"{stacks.VARIABLE}={path}: no record of this rank's progress ({error})", stacklevel=2)
         return progress

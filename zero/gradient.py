@@ -122,6 +122,7 @@ class GroupGradient:
     @property
     def held_bytes(self) -> int:
         """Bytes that gradients take now on this rank, `param.grad` included."""
+        # In place, `param.grad` is a view of the shard, which counts already.
         params = () if self._is_in_place else self.group.params
         of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
         kept = 0 if self.low_rank is None else self.low_rank.nbytes

@@ -116,6 +116,7 @@ class HostSum:
             return host._gradients.create(resident)
         if resident in host._left:  # another backward: sums come in the order in which they have left
             host._gradients.expect(host._left)
+            # `expect` has copied the order, and the gradients of this backward leave anew.
             host._left.clear()
         return host._gradients.acquire(resident, changes=True)
 

@@ -181,6 +181,7 @@ class PowerSGDReducer(GradientReducer):
         summed = self._summed(sent)
         bases = []
         for thin in self._layout.thin:
+            # Every rank orthogonalises the same sum, so all have the same P.
             bases.append(orthogonal(summed[low : low + thin.rows * thin.rank].view(thin.rows, thin.rank)))
             low += thin.rows * thin.rank
         for region in self._layout.plain:

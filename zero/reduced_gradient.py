@@ -105,6 +105,7 @@ class ReducedGradients:
 
     def put(self) -> None:
         """Set the placeholders: the gradients are reduced."""
+        # Made at the first call, and used in every step, as they have no values.
         if len(self._gradients) != len(self._params):
             self._gradients = [_placeholder(param, self._cleared) for param in self._params]
         with torch._C.DisableTorchFunctionSubclass():  # avoids a Python call for each released parameter

@@ -77,6 +77,7 @@ def another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torc
             f"{type(template).__name__}, whose __init__ fails with the parameters and the options in its defaults: "
             f"{error}. Give all further arguments defaults"
         ) from error
+    # The group may differ from the defaults that the constructor got.
     copy.param_groups[0].update(options)
     return copy
 

@@ -57,6 +57,7 @@ class ParameterVersions:
         shard = values_of(self._group.own_values(changes=True))
         if self._master is not None:
             shard[: version.start].copy_(self._master)
+        # The host does not wait. `_run` does, before it writes to these values again.
         shard[version.start :].copy_(version.values, non_blocking=True)
 
     def keep(self) -> OldVersion:

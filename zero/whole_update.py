@@ -193,11 +193,13 @@ class WholeUpdate(FusedUpdate):
         for low, update in _with_offsets(self._updates(shard, parts(), gradient, terms)):
             part = direction[low : low + update.numel]
             part.copy_(update.master if update.remainder is None else with_remainder(update.master, update.remainder))
+            # Before the rule, which overwrites the weight in `part`.
             if self._whole.ratio is not None:
                 norms.add(0, part, low)
             # The rule sees the weight in `part` and leaves the direction there: the weight itself changes later.
             moments = dataclasses.replace(update, master=part, out=None, rounding=None, remainder=None)
             self._run(self.optimizer, moments, terms, terms.gradient_scale)
+            # A matrix gets its direction from the owner, clipped already (`_adafactor_ratio`), or has no ratio (Muon).
             if not moves:
                 norms.add(1, part, low)
         if moves:

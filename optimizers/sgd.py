@@ -216,18 +216,17 @@ class RMSpropParams(OptimizerParams):
 
 
 def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
-    # Two options decide which states exist, so a position does not tell a state.
-    by_name = dict(zip((state.name for state in RMSPROP.states_for(options)), states, strict=True))
-    keep = options["alpha"]
+    keep, squares = options["alpha"], states[0]
     gradient = gradient.add(weight, alpha=options["weight_decay"])
-    squares = by_name["square_avg"].mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
+    squares.mul_(keep).addcmul_(gradient, gradient, value=1 - keep)
     if options["centered"]:
-        mean = by_name["grad_avg"].lerp_(gradient, 1 - keep)
+        mean = states[-1].lerp_(gradient, 1 - keep)
         # Not in place: the state stays the mean of squares, and this is E[g^2] - E[g]^2.
         squares = squares.addcmul(mean, mean, value=-1)
     root = squares.sqrt().add_(options["eps"])
+    # Not by the number of states: a buffer stays if momentum is set to 0 later.
     if options["momentum"]:
-        buffer = by_name["momentum_buffer"].mul_(options["momentum"]).addcdiv_(gradient, root)
+        buffer = states[1].mul_(options["momentum"]).addcdiv_(gradient, root)
         weight.add_(buffer, alpha=-options["lr"])
     else:
         weight.addcdiv_(gradient, root, value=-options["lr"])

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide.optimizers import OPTIMIZERS as RECORDS
 from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, assert_close, train_all, train_plainly
@@ -110,3 +111,18 @@ def test_every_optimizer_equals_its_torch_twin(ranks: RankPool) -> None:
     for (case, twin), outcome in zip(work, ranks(2, train_all, [case for case, _ in work])[0], strict=True):
         expected = train_plainly(case, 2, twin)
         assert_close(outcome, expected, 1e-9, 1e-9, f"{case.config['optimizer']}, stage {case.stage}")
+
+
+def test_rmsprop_without_momentum_again_equals_torch() -> None:
+    """A scheduler may set the momentum to 0: the buffer stays, and is not read."""
+    record, options = RECORDS["rmsprop"], RECORDS["rmsprop"].params(**RMSPROP).model_dump()
+    param = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 7, dtype=torch.float64))
+    twin, weight = torch.optim.RMSprop([param], **RMSPROP), param.detach().clone()
+    states = [torch.zeros_like(weight) for _ in record.states_for(options)]
+    for step, momentum in enumerate((0.5, 0.5, 0.0, 0.0), start=1):
+        twin.param_groups[0]["momentum"] = options["momentum"] = momentum
+        gradient = weight.detach().cos() * step
+        param.grad = gradient.clone()
+        twin.step()
+        record.apply(weight, gradient, states, torch.tensor(float(step)), options)
+        torch.testing.assert_close(weight, param.detach(), rtol=1e-12, atol=1e-12)

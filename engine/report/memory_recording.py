@@ -108,6 +108,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return Recorded(tuple(self._samples), tuple(owners.most_common()))
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
+        # Global hooks also see modules of other models in the process, for example a teacher.
         if id(module) in self._names:
             self._inside.append(self._names[id(module)])
 

@@ -218,6 +218,7 @@ class Monitors(StepFeature):
 
     def __init__(self, writers: Sequence[Writer], flops: ModelFlops, parts: Parts) -> None:
         self._writers = list(writers)
+        # Seconds by phase alone: the spans of a whole training would fill the memory.
         self._timeline = Timeline(parts.mesh.world.progress, keeps_spans=False)
         self._flops = flops
         self._parts = parts

@@ -148,6 +148,7 @@ def _kind(found: DeepSpeedCheckpoint) -> str:
     if "exp_avg_sq" in states:
         decoupled = all(group.get("decoupled_weight_decay", True) for group in found.groups)
         return "adamw" if decoupled else "adam"
+    # Without a second moment: "exp_avg" is Lion's (SGD keeps "momentum_buffer"), "sum" is Adagrad's.
     return "lion" if "exp_avg" in states else "adagrad" if "sum" in states else "sgd"
 
 

@@ -41,6 +41,7 @@ class CudaRNGStatesTracker:
         if name in self.states_:
             raise ValueError(f"random state '{name}': expected a new name, found an existing name")
         device = get_accelerator()
+        # Adding a state must not change the numbers that the script draws next.
         before = device.get_rng_state()
         device.manual_seed(seed)
         self.states_[name] = device.get_rng_state()
@@ -72,6 +73,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     tracker = get_cuda_rng_tracker()
     tracker.reset()
     get_accelerator().manual_seed(seed)
+    # Megatron's offset, as in DeepSpeed: the numbers differ from those of the plain generator.
     tracker.add(_DEFAULT, seed + 2718)
 
 

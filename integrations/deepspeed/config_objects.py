@@ -61,6 +61,7 @@ class DeepSpeedZeroConfig:
     """The section `zero_optimization`. Each `zero_...()` of an engine is an attribute here. Raises ConfigError."""
 
     def __init__(self, **values: Any) -> None:
+        # A section alone has no batch size, and a config needs a batch size.
         self._config = DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": values}, world_size=1)
         self.stage = self._config.stage
         self.offload_param = self._offload(DeepSpeedZeroOffloadParamConfig)
@@ -113,6 +114,7 @@ def compute_elastic_config(
     if not elasticity_enabled(ds_config):
         raise ElasticityConfigError('elasticity: expected a section with "enabled": true, found none')
     given = ds_config["elasticity"]
+    # lowtide takes this number from `parallel`, and refuses a section that contradicts it.
     shared = given.get("model_parallel_size", 1)
     try:
         section = Config.load({"elasticity": given, "parallel": {"tensor": shared}}).elasticity

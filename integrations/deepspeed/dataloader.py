@@ -26,6 +26,7 @@ class RepeatingLoader:
         try:
             return next(self.data_iter)
         except StopIteration:
+            # A loader that is empty ends here: the second StopIteration reaches the caller.
             self.data_iter = iter(self.loader)
             return next(self.data_iter)
 

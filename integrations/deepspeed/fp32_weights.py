@@ -28,6 +28,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     values: dict[str, Tensor] = {}
     for name, info in found.weights.tensors.items():
         flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
+        # A tensor at a time: the flat buffer becomes the result, so nothing is in memory twice.
         found.weights.read([ChunkView(name, tuple(info.shape), 0, flat)])
         values[name] = flat.view(info.shape)
     for alias, name in found.manifest.aliases.items():

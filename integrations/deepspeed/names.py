@@ -199,6 +199,7 @@ def stand_in(module: str, name: str) -> Refused:
 def find(module: str, name: str) -> Any:
     """Return the object for `name` of a DeepSpeed module. Raises AttributeError if DeepSpeed does not have the name."""
     below = name if module == "." else f"{module}.{name}"
+    # Python's import asks modules for names like `__path__`. A stand-in would answer with a class.
     if name.startswith("__") and name not in HOMES:
         raise AttributeError(f"module {_ROOT}.{module!r} has no attribute {name!r}")
     if module.split(".")[0] == "comm" and name in vars(comm := import_module(f"{_ROOT}.comm")):
@@ -207,6 +208,7 @@ def find(module: str, name: str) -> Any:
     if is_module(below) and not is_refused and not (name in HOMES and name in known):
         return import_module(f"{_ROOT}.{below}")
     may_have = name in known or (module != "." and name in _anywhere())
+    # A refused module may contain a name that exists elsewhere. Its full name is refused all the same.
     if below not in REASONS:
         if name in HOMES:
             return getattr(import_module(f"{_ROOT}.{HOMES[name]}".rstrip(".")), name)
@@ -266,6 +268,7 @@ class Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> ModuleSpec | None:
         if not fullname.startswith(f"{_ROOT}.") or not is_module(fullname.removeprefix(f"{_ROOT}.")):
             return None
+        # As a package, so that Python also looks for modules below it.
         return ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -74,6 +74,7 @@ def rank_nodes(count: int, device_nodes: Sequence[int | None], nodes: Mapping[in
     if device_nodes:
         return [node if node in nodes else None for node in device_nodes]
     names = list(nodes)
+    # Neighbouring ranks share a node: they exchange the most.
     return [names[index * len(names) // count] if names else None for index in range(count)]
 
 

@@ -78,6 +78,7 @@ def faults(plan: JobPlan, checked: Sequence[HostChecks]) -> list[HostFault]:
     found = [fault for host in checked if host.error for fault in [_no_answer(plan, host)]]
     found += _differences(there)
     found += _folded(fault for host in there for fault in _own_faults(plan, planned[host.host], host))
+    # `sorted` is stable: within each kind, the faults stay in the order of the checks.
     return sorted(found, key=lambda fault: not fault.is_fatal)
 
 

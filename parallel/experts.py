@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from ..offload import TensorShard
-from .splits import LayerSplit, ParameterSplit, Style, ranges_of
+from .splits import LayerSplit, ParameterSplit, Style, adapter_around, ranges_of
 
 _INDICES = {"top_k_index", "router_indices", "selected_experts"}
 _WEIGHTS = {"top_k_weights", "routing_weights"}
@@ -103,6 +103,7 @@ class ExpertPlan:
                     f"parallel.expert: '{name}': experts({num_experts}) % expert({degree}) = {num_experts % degree}; "
                     f"set parallel.expert to a divisor of {num_experts}"
                 )
+        _check_adapters(model, layers)
         _check_shared(model, layers)
         _check_rows(layers)
         _check_lists(model, lists)
@@ -210,6 +211,17 @@ def _others(model: nn.Module, layers: list[ExpertLayer], lists: list[ExpertList]
     for name, module in model.named_modules():
         if name.rpartition(".")[2] == "experts" and id(module) not in known:
             yield "'" + re.sub(r"\b\d+\b", "*", name) + "'"
+
+
+def _check_adapters(model: nn.Module, layers: list[ExpertLayer]) -> None:
+    """Raise ValueError if a split layer is inside of an adapter, whose matrices have rows for all experts."""
+    modules = dict(model.named_modules())
+    for layer in layers:
+        if (adapter := adapter_around(layer.name, modules)) is not None:
+            raise ValueError(
+                f"parallel.expert: expected split experts without adapters, found a {type(modules[adapter]).__name__} "
+                f"on '{adapter}'; put LoRA on linear layers alone (target_modules), or set parallel.expert to 1"
+            )
 
 
 def _check_shared(model: nn.Module, layers: list[ExpertLayer]) -> None:

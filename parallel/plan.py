@@ -6,7 +6,7 @@ A style comes from the config, else from the model's own plan, else from the lay
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -21,6 +21,7 @@ from .splits import (
     LayerSplit,
     ParameterSplit,
     Style,
+    adapter_around,
     base_of,
     can_give_vocabulary,
     expanded,
@@ -240,7 +241,9 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
                 )
         found |= dict.fromkeys(names, style)
     parsed = {name: parse_style(style) for name, style in expanded(found, modules).items()}
-    return {name: style for name, style in parsed.items() if style[0] is not Style.WHOLE}
+    split = {name: style for name, style in parsed.items() if style[0] is not Style.WHOLE}
+    _check_kinds(split, modules)
+    return split
 
 
 def _is_gate_up(name: str, styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> bool:
@@ -375,13 +378,14 @@ def _split_one(
     return outputs_split(name, module, style, by_place, is_partial)
 
 
-def _check_kinds(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> None:
+def _check_kinds(styles: Iterable[str], modules: Mapping[str, nn.Module]) -> None:
     for name in styles:
-        if is_other_adapter(modules[name]):
+        adapter = name if is_other_adapter(modules[name]) else adapter_around(name, modules)
+        if adapter is not None:
             raise ValueError(
                 f"parallel.tensor: expected PEFT's LoRA without DoRA on split linear layers, found a "
-                f"{type(modules[name]).__name__} on '{name}'; put LoRA on linear layers alone (target_modules), or set "
-                "parallel.tensor to 1"
+                f"{type(modules[adapter]).__name__} on '{adapter}'; put LoRA on linear layers alone (target_modules), "
+                "or set parallel.tensor to 1"
             )
 
 

@@ -15,7 +15,7 @@ So a whole matrix has its whole gradient on each rank, and a split matrix follow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -271,9 +271,18 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def is_other_adapter(module: nn.Module) -> bool:
-    """Return whether a module is a PEFT adapter on a linear layer that `is_lora` does not accept."""
+    """Return whether a module is a PEFT adapter around a layer that `is_lora` does not accept."""
     is_peft = type(module).__module__.startswith("peft.tuners.") and _BASE in module._modules
     return is_peft and not is_lora(module)
+
+
+def adapter_around(name: str, modules: Mapping[str, nn.Module]) -> str | None:
+    """Return the name of the outermost PEFT adapter around the module of this name, unless `is_lora` accepts it."""
+    found = None
+    while name.endswith(f".{_BASE}"):
+        name = name.removesuffix(f".{_BASE}")
+        found = name if is_other_adapter(modules[name]) else found
+    return found
 
 
 def base_of(module: nn.Module) -> nn.Module:

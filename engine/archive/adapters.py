@@ -109,6 +109,7 @@ class MergedModel:
                 "engine.export(merged=True): expected a PEFT model (get_peft_model), found "
                 f"{type(module).__name__}, whose kind of adapters is unknown; export it, and merge the files"
             )
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
@@ -128,8 +129,8 @@ class MergedModel:
                     f"{type(part).__name__} at '{name}'; export adapters_only, and merge in a single process"
                 )
             elif isinstance(part, BaseTunerLayer):
-                # A layer inside an adapted layer is merged with it.
-                if not any(name.startswith(outer) for outer, _ in self._layers):
+                # A layer inside an adapted layer is merged with it, except in the chain of `target_parameters`.
+                if isinstance(part, ParamWrapper) or not any(name.startswith(outer) for outer, _ in self._layers):
                     self._layers.append((f"{name}.", part))
                 kept[f"{name}."] = f"{name}.base_layer."
         self._kept = sorted(kept.items(), key=lambda item: -len(item[0]))  # inner modules before outer modules

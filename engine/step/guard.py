@@ -137,7 +137,8 @@ class ModelGuard(StepFeature):
     | identity at its name                        | all                                                 |
     | requires_grad                               | frozen, and in no group of the optimizer            |
     | address of its values                       | all whose memory is kept                            |
-    | version: number of changes in place         | those with a copy: master weights, other ranks      |
+    | version: number of changes in place         | those with a copy: master weights, other ranks;     |
+    |                                             | not under PEFT's `target_parameters`                |
     | some elements, for changes through `.data`  | those with a copy that are full between steps       |
     """
 
@@ -162,7 +163,10 @@ class ModelGuard(StepFeature):
         self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
         # "With a copy" of the table: shared or sharded with other ranks, or rounded from wider masters.
         watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
-        self._watched = [(name, param) for group, name, param in members if id(group) in watched]
+        own_changes = _changed_by_forwards(self._module)
+        self._watched = [
+            (name, param) for group, name, param in members if id(group) in watched and id(param) not in own_changes
+        ]
         # With all names of tied parameters: `_check_places` finds the name that was tied later.
         self._places = dict(self._module.named_parameters(remove_duplicate=False))
         self._modules = _Modules(self._module)
@@ -261,6 +265,15 @@ class ModelGuard(StepFeature):
                 "update and save it; change the model first, then call initialize again"
             )
         self._modules = _Modules(self._module)
+
+
+def _changed_by_forwards(module: nn.Module) -> set[int]:
+    """Return the identities of parameters under PEFT's `target_parameters`.
+
+    Each forward registers a parametrization of torch on them, which sets the parameter to itself: a change in place.
+    """
+    wrappers: list[Any] = [part for part in module.modules() if type(part).__name__ == "ParamWrapper"]
+    return {id(wrapper.get_param()) for wrapper in wrappers if type(wrapper).__module__.startswith("peft.")}
 
 
 def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int], expected: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from tests.engine.adapted import (
     with_peft,
 )
 from tests.kit import models
+from tests.kit.hugging_face import small
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import differences, refusal
 
@@ -36,6 +37,11 @@ pytest.importorskip("peft")
 SOCKETS = {"communication": {"transport": "sockets"}}
 RECOMPUTED = {"activation_checkpointing": {"every": 1}}
 STEPS = 2
+
+
+def on_experts() -> Any:
+    model = small("MixtralForCausalLM", num_local_experts=4, experts_implementation="eager")
+    return lora(model, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 
 
 def in_files(folder: Any) -> dict[str, Any]:
@@ -53,6 +59,19 @@ def test_lora_trains_as_by_plain_torch_at_every_stage(ranks: RankPool, tmp_path:
         torch.testing.assert_close(own_state, state, rtol=0, atol=1e-5)
     (own_losses, own_state), (at_3, state_at_3), _ = found
     assert own_losses == at_3 and differences(own_state, state_at_3) == []
+
+
+def test_adapters_of_all_experts_train_as_by_plain_torch_and_merge(ranks: RankPool, tmp_path: Path) -> None:
+    """PEFT parametrizes the experts' parameters in each forward, with an adapter inside of an adapter."""
+    found = ranks(2, train_all, [(on_experts, stage, SOCKETS) for stage in (1, 3)], STEPS)[0]
+    losses, state = train_plainly(on_experts, STEPS)
+    for own_losses, own_state in found:
+        torch.testing.assert_close(own_losses, losses, rtol=0, atol=1e-6)
+        torch.testing.assert_close(own_state, state, rtol=0, atol=1e-5)
+    (expected,) = ranks(2, export_all, [on_experts], 3, str(tmp_path), SOCKETS, merged=True)[0]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "0")
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_bf16_base_keeps_its_dtype_and_its_adapters_theirs(ranks: RankPool) -> None:

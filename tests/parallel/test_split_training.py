@@ -260,6 +260,22 @@ REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]]
 ]
 
 
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("axis", "text"),
+    [
+        ("tensor", f"{WHOLE} ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put LoRA on linear"),
+        ("expert", "found a ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put LoRA on linear layers"),
+    ],
+)
+def test_adapters_of_split_experts_are_refused(axis: str, text: str) -> None:
+    model = adapted(others.mixtral(), [], target_parameters=EXPERTS)
+    assert text in refusal(lowtide.initialize, model, split_config(parallel={axis: 2}))
+
+
 @on_ranks(2)
 def test_adapters_that_need_whole_layers_or_tokens_are_refused() -> None:
     for layers, more, config, parts in REFUSED:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import TracingContext
 
 from .sequence import StateError
 
@@ -70,7 +71,7 @@ class ReducedGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func in _HARMLESS:
+        if func in _HARMLESS or TracingContext.try_get() is not None:  # a compiler describes it beside its parameter
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         if func in _CLEARING:  # `zero_grad(set_to_none=False)`

@@ -131,6 +131,32 @@ def test_compiled_training_is_the_same() -> None:
         assert counts == [(kinds, (calls + 2) * step) for step in range(1, CASE.steps + 1)], how
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_a_graph_is_made_beside_gradients_that_are_reduced(stage: int) -> None:
+    """Of the second microbatch's size, and of an evaluation before the update."""
+    found = []
+    for compiles in (False, True):
+        with_a_new_compiler()
+        torch.manual_seed(0)
+        model = models.mlp()
+        if compiles:
+            model.compile(backend="eager")
+        losses = []
+        with lowtide.initialize(model, settings(stage, gradient_accumulation_steps=2)) as engine:
+            for rows in (2, 3):
+                loss = engine(*models.vector_batch(0, rows))
+                loss.backward()
+                losses.append(loss.item())
+            engine.eval()
+            with torch.no_grad():
+                losses.append(engine(*models.vector_batch(1, 4)).item())
+            engine.step()
+            found.append((losses, engine.state_dict()))
+    (losses, state), (compiled_losses, compiled_state) = found
+    assert compiled_losses == losses and differences(compiled_state, state) == []
+
+
 class Picture(nn.Module):
     """Without repeated blocks; its own parameter is read by its forward."""
 

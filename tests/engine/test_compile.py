@@ -286,10 +286,10 @@ def test_what_would_trace_hooks_is_refused(
     mistake: Callable[[Any], None], stage: int, kind: type[Exception], text: str
 ) -> None:
     with_a_new_compiler()
-    engine = lowtide.initialize(steps_of_nine(), SMALL.at(stage).as_config())
-    assert refusal(mistake, engine, kind=kind).startswith(text)
-    if mistake is wrap_engine:
-        engine.train_step(vectors(0, 2))
+    with lowtide.initialize(steps_of_nine(), SMALL.at(stage).as_config()) as engine:
+        assert refusal(mistake, engine, kind=kind).startswith(text)
+        if mistake is wrap_engine:
+            engine.train_step(vectors(0, 2))
 
 
 def four_steps_of_tokens() -> nn.Module:

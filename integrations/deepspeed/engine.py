@@ -24,7 +24,7 @@ from .checkpoint_files import COUNTERS
 from .config import GETTERS, DeepSpeedConfig
 from .dataloader import DeepSpeedDataLoader
 from .lr_schedules import SteppedScheduler
-from .messages import UsageError, log_dist, logger
+from .messages import UsageError, log_dist, logger, note_frozen_are_kept
 from .monitors import MonitorMaster
 from .names import listed, refused_attribute
 from .optimizer_view import DeepSpeedOptimizer, OffloadStateTypeEnum, offload_states
@@ -569,11 +569,14 @@ class DeepSpeedEngine(nn.Module):
     ) -> bool:
         """Save the training into save_dir/tag in lowtide's format, and return True. All ranks must call it.
 
-        tag: default "global_stepN". client_state: plain values that `load_checkpoint` returns. Frozen parameters are
-        always saved. Gradients between the microbatches of a step are not: after a load, the step begins anew.
+        tag: default "global_stepN". client_state: plain values that `load_checkpoint` returns. The key
+        checkpoint.exclude_frozen_parameters of the config says whether frozen parameters are left out. Gradients
+        between the microbatches of a step are not saved: after a load, the step begins anew.
         """
         if not save_dir:
             raise ValueError(f"save_checkpoint: expected a folder, found {save_dir!r}")
+        if exclude_frozen_parameters and not self.lowtide.config.checkpoint.exclude_frozen_parameters:
+            note_frozen_are_kept("save_checkpoint")
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         self._check_tag(name)
         counters = {name: getattr(self, name) for name in _COUNTER_NAMES}

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint.chunk_view import ChunkView
+from ..checkpoint.export import export_source, parse_bytes
 from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
+from .messages import note_frozen_are_kept
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -21,9 +23,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Tensor]:
     """Return the master weights and buffers of a checkpoint by the model's names, on the CPU. tag: None: the latest.
 
-    Reads lowtide's format; DeepSpeed's needs `lowtide checkpoint import` first. lazy_mode has no effect.
+    Reads lowtide's format; DeepSpeed's needs `lowtide checkpoint import` first. lazy_mode has no effect, and
+    exclude_frozen_parameters is a warning: the checkpoint does not say which parameters were frozen.
     Raises NoCheckpointError, CheckpointError.
     """
+    if exclude_frozen_parameters:
+        note_frozen_are_kept("zero_to_fp32")
     found = CheckpointFolder(folder_path(checkpoint_dir)).open(tag)
     values: dict[str, Tensor] = {}
     for name, info in found.weights.tensors.items():
@@ -64,8 +69,14 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights by torch.save as a single file, output_dir/pytorch_model.bin.
 
-    `lowtide export` writes safetensors.
+    safe_serialization: write safetensors instead, in files of at most max_shard_size ("5GB") each, with an index.
     """
+    if safe_serialization:
+        if exclude_frozen_parameters:
+            note_frozen_are_kept("zero_to_fp32")
+        weights = CheckpointFolder(folder_path(checkpoint_dir)).open(tag).weights
+        export_source(weights, output_dir, shard_bytes=parse_bytes(max_shard_size))
+        return
     values = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     os.makedirs(output_dir, exist_ok=True)
     torch.save(values, os.path.join(output_dir, "pytorch_model.bin"))

@@ -52,6 +52,14 @@ def warning_once(message: str) -> None:
     logger.warning(message)
 
 
+def note_frozen_are_kept(call: str) -> None:
+    """Warn, once for a call, that its `exclude_frozen_parameters=True` has no effect."""
+    warning_once(
+        f"{call}: exclude_frozen_parameters=True has no effect; with checkpoint.exclude_frozen_parameters in the "
+        "config, checkpoints are saved without frozen parameters"
+    )
+
+
 def _of_rank(message: str, ranks: Sequence[int] | None) -> str | None:
     if not comm.is_initialized():
         return f"[Rank -1] {message}"

@@ -25,10 +25,11 @@ from lowtide.deepspeed.utils import (
     safe_set_full_grad,
     set_z3_leaf_modules,
 )
+from tests.checkpoint.making import read_by_library
 from tests.engine.test_hugging_face import llama
 from tests.integrations.deepspeed.scripts import ROWS, batches, config, engine_of, net, train
 from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import refusal
+from tests.kit.training import logged, refusal
 
 asserted = partial(refusal, kind=AssertionError)
 BF16 = {"bf16": {"enabled": True}}
@@ -159,6 +160,23 @@ def test_checkpoints_have_deepspeeds_return_values(tmp_path: Path) -> None:
         assert found.keys() == net().state_dict().keys()
         model = deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint(net(), folder)
         torch.testing.assert_close(model.state_dict(), found)
+        deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, folder, "200B", True)
+        assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+        torch.testing.assert_close(read_by_library(tmp_path), found)
+    engine.destroy()
+
+
+@on_ranks(1)
+def test_what_does_not_leave_out_frozen_parameters_says_so(tmp_path: Path) -> None:
+    engine, found = engine_of(0), deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
+    with logged("WARNING") as messages:
+        engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+        found(tmp_path, exclude_frozen_parameters=True)
+    said = "exclude_frozen_parameters=True has no effect; with checkpoint.exclude_frozen_parameters in the config"
+    assert [text.split(", checkpoints")[0] for text in messages] == [
+        f"save_checkpoint: {said}",
+        f"zero_to_fp32: {said}",
+    ]
     engine.destroy()
 
 

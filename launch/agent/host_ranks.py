@@ -193,6 +193,7 @@ class HostRanks:
                 self._ranks[plan.rank] = self._started(plan, start)
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
+            self._ranks.clear()  # `_reap` still comes for the killed ranks, and would report their end as a failure
             raise LaunchError(self._why_not(error)) from error
         for rank, state in self._ranks.items():
             if state.output is not None:
@@ -263,8 +264,10 @@ class HostRanks:
         if job.log_folder is not None:
             log = Path(job.folder) / job.log_folder / f"rank{plan.rank}.log"
         read_fd, write_fd = (None, None) if has_terminal else os.pipe()
-        output = None if read_fd is None else RankOutput(read_fd, is_plain, log, self._note, job.appends_logs)
+        output = None
         try:
+            if read_fd is not None:
+                output = RankOutput(read_fd, is_plain, log, self._note, job.appends_logs)
             # Later entries of `env` win. MASTER_PORT and TORCHELASTIC_* come after the agent's environment, because the
             # launcher may itself run inside a job of torchrun.
             process = subprocess.Popen(
@@ -286,6 +289,12 @@ class HostRanks:
                 process_group=None if reads_terminal else 0,
                 preexec_fn=_prepared(die_with_parent(), plan.cores),  # this process has a single thread
             )
+        except (OSError, subprocess.SubprocessError):
+            if output is not None:
+                output.close()
+            elif read_fd is not None:
+                os.close(read_fd)
+            raise
         finally:
             if write_fd is not None:
                 # Held open here, the pipe would not end with the rank.

@@ -4,6 +4,8 @@ import errno
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -59,6 +61,34 @@ def test_a_folder_that_cannot_be_made_is_an_error_and_not_left(monkeypatch: pyte
     with pytest.raises(LaunchError, match=r"cannot make a folder for their records in .*No space left on device. Free"):
         HostRanks(loop, start, Mock(), Mock(), Mock())
     loop.close()
+
+
+# In a process of its own: `HostRanks` kills and reaps all descendants.
+RANK_1_CANNOT_START = """
+import os, sys
+from lowtide.launch.agent.host_ranks import HostRanks
+from lowtide.launch.hosts.host import LaunchError
+from lowtide.launch.hosts.plan import HostPlan, RankPlan
+from lowtide.launch.wire.loop import Loop
+from lowtide.launch.wire.messages import Job, Start
+job = Job("id", ("sleep", "600"), sys.argv[1], {}, log_folder="logs")
+start = Start(HostPlan("a", 0, tuple(RankPlan(rank, rank, None, (), {}) for rank in range(2))), job, {}, {})
+loop, ended = Loop(), []
+before = os.listdir("/proc/self/fd")
+try:
+    HostRanks(loop, start, print, ended.append, print)
+except LaunchError as error:
+    print(error)
+loop.run(lambda: bool(ended), timeout=0.3)
+print(ended, os.listdir("/proc/self/fd") == before)
+"""
+
+
+def test_a_rank_that_cannot_start_leaves_nothing_and_is_the_only_failure(tmp_path: Path) -> None:
+    (tmp_path / "logs" / "rank1.log").mkdir(parents=True)  # no file: rank 1 cannot start, when rank 0 has
+    command = [sys.executable, "-c", RANK_1_CANNOT_START, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    assert said.startswith("the ranks cannot be started: [Errno 21] Is a directory: ") and said.endswith("[] True\n")
 
 
 def test_records_are_in_memory_where_there_is_a_place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

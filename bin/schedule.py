@@ -25,7 +25,7 @@ _EXAMPLES = """examples:
 """
 
 
-@reports("schedule", ScheduleError)
+@reports("schedule", ValueError, OSError)
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if a schedule was shown or fits, else 1 with the reason on stderr."""
     arguments = parser().parse_args(argv)

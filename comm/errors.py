@@ -271,10 +271,10 @@ class ErrorBroadcast:
 
     def close(self) -> None:
         """End the thread."""
-        self._store = None
         if self._end_polling is not None:
             self._end_polling()
             self._end_polling = None
+        self._store = None  # last: the thread may just ask it
 
     def _look(self) -> None:
         """End the wait if it is in vain."""

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from torch import nn
 
 import lowtide
 from lowtide.comm import CollectiveError, World, transport_for
+from lowtide.comm.errors import ErrorBroadcast
 from lowtide.comm.rendezvous import loopback_store
 from lowtide.comm.world import gather_objects
 from tests.kit.ranks import RankPool, environment, free_port
@@ -156,6 +158,22 @@ def new_ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def test_a_world_is_left_while_its_thread_asks_for_the_errors_of_other_ranks() -> None:
+    asked, answer = threading.Event(), threading.Event()
+
+    def check(keys: list[str]) -> bool:
+        asked.set()
+        return not answer.wait(20.0)
+
+    errors = ErrorBroadcast()
+    errors.start(0, mock.Mock(check=check), 0)
+    errors.wait(errors.channel(0, range(3)), mock.Mock())
+    assert asked.wait(20.0)
+    errors.end_wait()
+    threading.Timer(0.1, answer.set).start()
+    errors.close()  # an error of the thread fails the test
 
 
 @pytest.mark.parametrize(("transport", "world_size"), [("shared_memory", 1), ("shared_memory", 2), ("sockets", 2)])

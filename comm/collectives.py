@@ -160,7 +160,7 @@ class Collectives:
 
     def _reserve(self, nbytes: int) -> None:
         # On shared memory `reserve_slots` is a collective. All ranks pass equal sizes, so all reserve at the same call.
-        if nbytes > self._slot_bytes:
+        if nbytes > self._slot_bytes or not self._slot_bytes:  # a message without bytes needs a slot too
             self._slot_bytes = exchange_slot_bytes(nbytes)
             self._axis.transport.reserve_slots(self._slot_bytes, EXCHANGE_SLOTS)
 

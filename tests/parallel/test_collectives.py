@@ -83,6 +83,17 @@ def test_collectives_are_what_they_say(transport: str) -> None:
         torch.testing.assert_close((y.detach(), x.grad), right)
 
 
+@pytest.mark.parametrize("transport", ["shared_memory", "sockets", "native"])
+@on_ranks(2)
+def test_the_first_message_may_be_empty(transport: str) -> None:
+    exchange = exchange_on(2, transport)
+    assert exchange.gather(torch.empty(0, 3), 1, NAME).shape == (0, 6)
+    exchange.release_slots()
+    assert exchange.sum_part(torch.empty(4, 0), 0, NAME).shape == (2, 0)
+    exchange.release_slots()
+    assert exchange.shift(torch.empty(0, 3), 1, NAME).wait().shape == (0, 3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @on_ranks(4)
 def test_all_ranks_have_the_bits_of_a_sum_that_is_rounded_once(dtype: torch.dtype) -> None:

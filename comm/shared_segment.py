@@ -1,6 +1,7 @@
 """Memory of a host that the CPU ranks of an axis map: files, progress counters, and mail.
 
-A file is unlinked as soon as all ranks have mapped it, so a killed job leaves nothing behind.
+A file loses its name as soon as all ranks have mapped it, and takes memory only then. So a killed job leaves no memory
+behind, at most a name.
 
 [Note: ordering of stores]
 A counter is stored after the data that it announces. Between the two stores a lock is released and acquired (torch
@@ -18,7 +19,8 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, BinaryIO
 
 import numpy as np
 import psutil
@@ -68,10 +70,12 @@ def shared_memory_fault(nbytes: int) -> str:
         return f"{FOLDER} has {free:,} bytes free, and {nbytes:,} are needed"
     if fault := _size_limit_fault(nbytes):
         return fault
-    path, fault = _create_file(_PAGE_BYTES, "a first page")  # /dev/shm may be read-only
-    if path:
-        os.unlink(path)
-    return fault
+    file, fault = _create_file(_PAGE_BYTES, "a first page")  # /dev/shm may be read-only
+    if file is None:
+        return fault
+    with file:
+        os.unlink(file.name)
+        return _reserve(file, _PAGE_BYTES, "a first page")
 
 
 def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gather: Gather) -> Tensor:
@@ -80,24 +84,31 @@ def map_together(nbytes: int, purpose: str, rank: int, ranks: Sequence[int], gat
     rank, ranks: as in `Axis`. Raises CollectiveError on all ranks if a rank fails.
     """
     what = f"room in shared memory for {purpose}"
-    path, fault = _create_file(nbytes, purpose) if rank == 0 else ("", "")
-    path, fault = gather((path, fault), what)[0]
-    if fault:
-        raise CollectiveError(fault)
-    memory = torch.empty(0, dtype=torch.uint8)
-    try:
-        memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
-    except RuntimeError as error:
-        fault = (
-            f"shared memory for {purpose}: rank {ranks[rank]} cannot map {path} "
-            f'({str(error).splitlines()[0]}). Set "communication": {{"transport": "sockets"}}.'
-        )
-    # Also a barrier: rank 0 removes the name only after every rank has mapped the file, or failed to.
-    faults = [fault for fault in gather(fault, what) if fault]
-    if rank == 0:
-        os.unlink(path)
-    if faults:
-        raise CollectiveError(faults[0])
+    file, fault = _create_file(nbytes, purpose) if rank == 0 else (None, "")
+    with file or nullcontext():
+        try:
+            path, fault = gather(("" if file is None else file.name, fault), what)[0]
+            if fault:
+                raise CollectiveError(fault)
+            memory = torch.empty(0, dtype=torch.uint8)
+            try:
+                memory = torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                fault = (
+                    f"shared memory for {purpose}: rank {ranks[rank]} cannot map {path} "
+                    f'({str(error).splitlines()[0]}). Set "communication": {{"transport": "sockets"}}.'
+                )
+            # Also a barrier: rank 0 removes the name only after every rank has mapped the file, or failed to.
+            faults = gather(fault, what)
+        finally:
+            if file is not None:  # also if a rank is lost meanwhile
+                os.unlink(file.name)
+        if not any(faults):
+            # Only now: nobody removes the file of a killed job.
+            faults = gather("" if file is None else _reserve(file, nbytes, purpose), what)
+    for fault in faults:
+        if fault:
+            raise CollectiveError(fault)
     return memory
 
 
@@ -108,33 +119,41 @@ def _size_limit_fault(nbytes: int) -> str:
     return f"`ulimit -f` allows {limit:,} bytes in a file, and {nbytes:,} are needed"
 
 
-def _create_file(nbytes: int, purpose: str) -> tuple[str, str]:
+def _create_file(nbytes: int, purpose: str) -> tuple[BinaryIO | None, str]:
+    """Create a file of nbytes that takes no memory yet. Returns None and the fault if it is not possible."""
     # Asked before a file is made: the error of the reservation would blame the size of /dev/shm.
     if fault := _size_limit_fault(nbytes):
-        return "", (
+        return None, (
             f"shared memory for {purpose}: {fault}. Raise the limit, or set "
             '"communication": {"transport": "sockets"}.'
         )
     path = os.path.join(FOLDER, f"lowtide-{os.getpid()}-{secrets.token_hex(8)}")
     try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        file = open(path, "x+b", buffering=0, opener=_open_private)  # noqa: SIM115 (the caller closes it)
+        file.truncate(nbytes)
+        return file, ""
     except OSError as error:
-        return "", (
+        return None, (
             f"shared memory for {purpose}: cannot create a file in {FOLDER} ({error}). "
             'Set "communication": {"transport": "sockets"}.'
         )
+
+
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _reserve(file: BinaryIO, nbytes: int, purpose: str) -> str:
+    """Take the memory of a file. Returns the fault, or ""."""
     try:
-        # Reserves the pages now, so a full /dev/shm is an error here instead of a bus error at a later store.
-        os.posix_fallocate(handle, 0, nbytes)
+        # Now, so a full /dev/shm is an error here instead of a bus error at a later store.
+        os.posix_fallocate(file.fileno(), 0, nbytes)
     except OSError:
-        os.unlink(path)
-        return "", (
+        return (
             f"shared memory for {purpose}: expected {nbytes} free bytes in {FOLDER}, found {free_shared_bytes()}. "
             'Enlarge it (containers: --shm-size), or set "communication": {"transport": "sockets"}.'
         )
-    finally:
-        os.close(handle)
-    return path, ""
+    return ""
 
 
 class SharedCounters:

@@ -8,6 +8,7 @@ import os
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -156,6 +157,24 @@ def test_a_limit_of_the_size_of_files_is_not_taken_for_a_full_folder() -> None:
         fault, text = shared_memory_fault(65537), refusal(mapped, 65537, kind=CollectiveError)
     assert fault == "`ulimit -f` allows 65,536 bytes in a file, and 65,537 are needed"
     assert text == f"shared memory for gradients: {fault}. Raise the limit, {SOCKETS}."
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_file_takes_no_memory_while_it_has_a_name_and_a_lost_rank_leaves_none(number: int) -> None:
+    """A killed rank leaves what is there when it waits for the other ranks."""
+    seen: list[list[int]] = []
+
+    def files() -> list[Path]:
+        return list(Path("/dev/shm").glob(f"lowtide-{os.getpid()}-*"))
+
+    def gather(value: Any, what: str) -> list[Any]:
+        seen.append([path.stat().st_blocks for path in files()])
+        if len(seen) == number:
+            raise CollectiveError("rank 1 died.")
+        return [value]
+
+    assert refusal(map_together, 1 << 20, "gradients", 0, [0], gather, kind=CollectiveError) == "rank 1 died."
+    assert seen == [[0], [0], []][:number] and not files()
 
 
 def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,9 @@ def _job(environ: Mapping[str, str], source: str) -> Allocation:
         Host(name, tuple(range(count)) if count > 1 else None, expected_devices=_num_devices(environ, index))
         for index, (name, count) in enumerate(zip(names, tasks, strict=True))
     )
-    return Allocation(source, "srun" if len(hosts) > 1 else "local", hosts)
+    # Only a process on the node has this variable. The shell of salloc may run on a login node.
+    is_here = len(hosts) == 1 and "SLURM_NODEID" in environ
+    return Allocation(source, "local" if is_here else "srun", hosts)
 
 
 def _asked_tasks(environ: Mapping[str, str], num_nodes: int) -> list[int]:

@@ -62,11 +62,11 @@ def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tenso
 def _sgd_coefficients(options: Options, step: int) -> tuple[float, ...]:
     """decay, -lr, and with momentum: momentum, 1 - dampening, share of the gradient, share of the buffer.
 
-    As in torch, the first gradient starts the buffer unscaled.
+    As in torch, the first gradient starts the buffer unscaled, and a momentum of 0 leaves the buffer as it is.
     """
     momentum = options["momentum"]
     if not momentum:
-        of_buffer, shares = (0.0, 1.0), (1.0, 0.0)
+        of_buffer, shares = (1.0, 0.0), (1.0, 0.0)
     else:
         of_buffer = (0.0, 1.0) if step == 1 else (momentum, 1 - options["dampening"])
         shares = (1.0, momentum) if options["nesterov"] else (0.0, 1.0)

@@ -82,6 +82,21 @@ def test_the_reference_in_float64_is_torch_s_optimizer(name: str) -> None:
     torch.testing.assert_close(shard.master, param.detach(), rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("tier", TIERS)
+def test_momentum_that_pauses_continues_as_in_torch(tier: Backend) -> None:
+    """A scheduler may set the momentum to 0 and back: the buffer keeps its value meanwhile."""
+    rule, options = CASES["sgd with momentum"]
+    weight, gradients = start_values(300)
+    param, shard = nn.Parameter(weight.clone()), Shard(rule, dict(options), weight)
+    twin = torch.optim.SGD([param], **options)
+    for step, (momentum, gradient) in enumerate(zip((0.9, 0.0, 0.9, 0.9), gradients, strict=True), start=1):
+        shard.options["momentum"] = twin.param_groups[0]["momentum"] = momentum
+        shard.update(tier, gradient, step)
+        param.grad = gradient.clone()
+        twin.step()
+    torch.testing.assert_close(shard.master, param.detach(), **TOLERANCE)
+
+
 def is_rounded(out: Tensor, master: Tensor, tier: Tier) -> bool:
     """out is master in its dtype: to the nearest, or within a unit of the last place."""
     if tier != "triton":

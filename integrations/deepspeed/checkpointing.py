@@ -142,10 +142,25 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
         )
 
 
+class _TrackedStates:
+    """A context that gives the tracker's states of now to a recomputation, which must draw the forward's numbers."""
+
+    def __init__(self) -> None:
+        self._states = get_cuda_rng_tracker().get_states()
+
+    def __enter__(self) -> None:
+        self._before = get_cuda_rng_tracker().get_states()
+        get_cuda_rng_tracker().set_states(self._states)
+
+    def __exit__(self, *error: object) -> None:
+        get_cuda_rng_tracker().set_states(self._before)
+
+
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return function(*args), keeping only its inputs and recomputing it in the backward."""
+    contexts = nullcontext(), _TrackedStates()
     with _kept_on_host():
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
 
 non_reentrant_checkpoint = checkpoint

@@ -11,7 +11,15 @@ from torch import nn
 import lowtide.deepspeed as deepspeed
 from lowtide.deepspeed import messages
 from lowtide.deepspeed.accelerator import get_accelerator
-from lowtide.deepspeed.checkpointing import CudaRNGStatesTracker, checkpoint, configure, is_configured, reset
+from lowtide.deepspeed.checkpointing import (
+    CudaRNGStatesTracker,
+    checkpoint,
+    configure,
+    get_cuda_rng_tracker,
+    is_configured,
+    model_parallel_cuda_manual_seed,
+    reset,
+)
 from lowtide.deepspeed.config import DeepSpeedConfig
 from lowtide.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from lowtide.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -186,6 +194,24 @@ def test_checkpointed_functions_have_the_same_gradients() -> None:
     reset()
     layer(x).square().sum().backward()
     assert torch.equal(found, x.grad)  # type: ignore[arg-type]  # both are there
+
+
+def test_a_recomputation_draws_the_numbers_of_its_forward() -> None:
+    tracker, drawn = CudaRNGStatesTracker(), []
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        with get_cuda_rng_tracker().fork():
+            drawn.append(torch.rand_like(x))
+        return (x * drawn[-1]).square().sum()
+
+    model_parallel_cuda_manual_seed(3)
+    tracker.add("model-parallel-rng", 3 + 2718)
+    checkpoint(drop, torch.ones(5, requires_grad=True)).backward()
+    with tracker.fork():
+        expected, following = torch.rand(5), torch.rand(5)
+    assert [torch.equal(one, expected) for one in drawn] == [True, True]
+    with get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.rand(5), following)
 
 
 def config_of(world_size: int = 1, **more: Any) -> Any:

@@ -67,7 +67,7 @@ _IN_FILES = {  # file: the names in it; "" for the package
     "convert_zero_checkpoint_to_fp32_state_dict",
 }
 HOMES = {name: file for file, names in _IN_FILES.items() for name in names.split()}  # name -> file; "" for the package
-_ALIASES = {"zero": "runtime.zero"}
+_ALIASES = {"zero": "runtime.zero", "checkpointing": "runtime.activation_checkpointing.checkpointing"}
 
 REASONS = {
     "": "it is part of DeepSpeed's internals, which lowtide does not have",

@@ -64,6 +64,11 @@ def test_most_of_what_scripts_import_is_here(module: str) -> None:
         assert not isinstance(getattr(found, name), names.Refused), name
 
 
+def test_the_package_finds_its_modules_before_they_are_imported() -> None:
+    """As in `deepspeed.checkpointing.configure(...)` before `initialize`: an import sets the attribute."""
+    assert names.find(".", "checkpointing") is importlib.import_module("lowtide.deepspeed.checkpointing")
+
+
 @pytest.mark.parametrize(
     ("module", "name"),
     [

@@ -32,6 +32,7 @@ from .loss_terms import LossOptions, Reduction
 
 _OUTPUTS = ("CausalLMOutputWithPast", "CausalLMOutputWithCrossAttentions")
 _LOSS_ONLY: ContextVar[bool] = ContextVar("loss_only", default=False)
+_TAKES_LABELS = "_lowtide_takes_labels"  # attribute of a class with the members of `head_members`
 
 
 class loss_only(AbstractContextManager[None]):  # a class: `contextmanager` would add six calls
@@ -139,7 +140,7 @@ def head_members(original: type[nn.Module], backend: Backend) -> dict[str, Any]:
             return original.forward(self, input)
         return linear_cross_entropy(input, self.weight, labels, self.bias, backend=backend, **options)
 
-    return {"forward": forward}
+    return {"forward": forward, _TAKES_LABELS: True}
 
 
 def _loss_of_head(
@@ -181,8 +182,12 @@ def _has_own_loss(model: Any) -> bool:
 
 
 def _can_leave_logits_out(model: Any) -> bool:
+    head = model.lm_head
+    # Since the fusion the head may have been replaced: by PEFT, or by resize_token_embeddings.
+    if _has_own_loss(model) or not hasattr(type(head), _TAKES_LABELS):
+        return False
     # ForCausalLMLoss views the logits as rows of vocab_size, but a padded head has longer rows.
-    return not _has_own_loss(model) and model.lm_head.out_features == model.config.vocab_size
+    return bool(head.out_features == model.config.vocab_size)
 
 
 def _output_type(original: type[nn.Module]) -> Any:

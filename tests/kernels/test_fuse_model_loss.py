@@ -103,6 +103,15 @@ def test_a_head_of_the_users_own_is_kept(generator: torch.Generator) -> None:
         assert near(model(**batch).loss, expected)
 
 
+def test_a_head_that_is_replaced_later_is_kept(generator: torch.Generator) -> None:
+    """As by PEFT, or by `resize_token_embeddings`."""
+    model, batch = fused_llama(), token_batch(generator)
+    model.resize_token_embeddings(NUM_TOKENS + 3)
+    expected = model(**batch).loss
+    with loss_only():
+        assert torch.equal(model(**batch).loss, expected)
+
+
 def test_a_tied_head_gets_both_gradients(generator: torch.Generator) -> None:
     model: Any = gpt2()  # tied, as GPT-2 is
     assert model.lm_head.weight is model.transformer.wte.weight

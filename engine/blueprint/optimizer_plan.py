@@ -106,7 +106,9 @@ class OptimizerPlan:
         own._opt_called = True  # type: ignore[attr-defined]
         record = record_like(own)
         if record is not None:
-            update = FusedUpdate(record, dict(own.param_groups[0]), torch.float32, backend, masters, seed)
+            # torch's Adagrad fills the states of all groups with its constructor's value, whatever the groups say.
+            starts = {name: own.defaults[name] for state in record.states if (name := state.start_option) is not None}
+            update = FusedUpdate(record, {**own.param_groups[0], **starts}, torch.float32, backend, masters, seed)
             # The caller's dictionaries, not copies: schedulers of the caller write the learning rate into them.
             return cls(own.param_groups, own.defaults, update, None, masters, seed)
         if masters.remainder is not None:

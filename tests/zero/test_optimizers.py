@@ -5,12 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import lowtide
 from lowtide.optimizers import OPTIMIZERS as RECORDS
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, assert_close, train_all, train_plainly
+from tests.kit.training import Case, assert_close, settings, train_all, train_plainly
 
 
 class Formula(torch.optim.Optimizer):
@@ -111,6 +112,28 @@ def test_every_optimizer_equals_its_torch_twin(ranks: RankPool) -> None:
     for (case, twin), outcome in zip(work, ranks(2, train_all, [case for case, _ in work])[0], strict=True):
         expected = train_plainly(case, 2, twin)
         assert_close(outcome, expected, 1e-9, 1e-9, f"{case.config['optimizer']}, stage {case.stage}")
+
+
+def test_adagrad_starts_all_groups_with_the_value_of_its_constructor() -> None:
+    """torch does not read `initial_accumulator_value` of a group."""
+
+    def made() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))
+        groups: list[dict[str, Any]] = [
+            {"params": [*model[0].parameters()], "initial_accumulator_value": 0.5},
+            {"params": [*model[1].parameters()]},
+        ]
+        return model, torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.1)
+
+    (model, twin), x = made(), torch.linspace(-1.0, 1.0, 6).view(2, 3)
+    model(x).square().mean().backward()
+    twin.step()
+    trained, optimizer = made()
+    with lowtide.initialize(trained, settings(optimizer=None), optimizer=optimizer) as engine:
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    torch.testing.assert_close(trained.state_dict(), model.state_dict())
 
 
 def test_rmsprop_without_momentum_again_equals_torch() -> None:

@@ -502,12 +502,13 @@ class DeepSpeedEngine(nn.Module):
     def module_state_dict(
         self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any
     ) -> dict[str, Tensor]:
-        """Return the module's state dict. At stage 3 or over a pipeline, rank 0 gets it, and all ranks but 0 get {}.
+        """Return the module's state dict. At stage 3 or for a split model, rank 0 gets it, and all ranks but 0 get {}.
 
         All ranks must call it.
         """
+        parallel = self.lowtide.config.parallel
         # Parameters are whole on each rank, so no collective is needed.
-        if self._config.stage < 3 and self.lowtide.config.parallel.pipeline == 1:
+        if self._config.stage < 3 and parallel.pipeline == parallel.tensor == parallel.expert == 1:
             found = dict(self.module.state_dict(*args, **kwargs))
         else:
             found = self.lowtide.state_dict()

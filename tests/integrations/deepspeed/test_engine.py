@@ -125,6 +125,16 @@ def test_parameters_are_gathered_and_set(stage: int) -> None:
 
 
 @on_ranks(2)
+def test_the_state_dict_of_split_layers_is_whole() -> None:
+    split = {"parallel": {"tensor": 2}, "tensor_parallel": {"plan": {"b.*": "column_gathered"}}}
+    engine = engine_of(1, **split)
+    assert engine.module.b[0].weight.shape == (8, 16)
+    found, expected = engine.module_state_dict(), net().state_dict() if engine.global_rank == 0 else {}
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    engine.destroy()
+
+
+@on_ranks(2)
 def test_a_parameter_without_an_engine_stays_as_it_is() -> None:
     rank = deepspeed.comm.get_rank()
     param = nn.Parameter(torch.full((2,), float(rank)))

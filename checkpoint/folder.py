@@ -259,14 +259,17 @@ class CheckpointFolder:
         return dict(sorted(found.items(), key=lambda item: (item[1].saved_at, item[1].step, item[0])))
 
     def _keep_last(self, count: int, newest: str) -> None:
-        """Delete all but the last `count` automatic checkpoints.
+        """Delete all but the last `count` automatic checkpoints, and the checkpoint that `latest` names.
 
         newest: counts as the last, even if `latest` was unreadable and could not order the times.
         """
+        named: str | None = None
+        with contextlib.suppress(CheckpointError):
+            named = self.latest()  # older than the newest after saves with `is_latest` False
         automatic = [tag for tag, manifest in self._manifests(warns=True).items() if not manifest.has_own_tag]
         # A stable sort: it moves only the newest tag, to the end.
         automatic.sort(key=lambda tag: tag == newest)
-        for tag in automatic[:-count]:
+        for tag in [tag for tag in automatic[:-count] if tag != named]:
             with _tolerated(self.path / tag):
                 self._delete(self.path / tag)
 

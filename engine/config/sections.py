@@ -263,8 +263,8 @@ class CheckpointConfig(ConfigSection):
     """Save after this many optimizer steps. 0: only in save_checkpoint."""
 
     keep_last: Positive | None = None
-    """Number of automatic checkpoints to keep; older ones are deleted after a newer one is complete. Checkpoints with a
-    tag from the caller are never deleted. null: all."""
+    """Number of automatic checkpoints to keep; older ones are deleted after a newer one is complete. Checkpoints
+    that `latest` names or callers tag are never deleted. null: all."""
 
     # `async` is a keyword of Python.
     asynchronous: Bool = Field(default=False, alias="async")

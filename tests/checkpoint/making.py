@@ -46,9 +46,10 @@ def write(
     pieces: Pieces | None = None,
     world_size: int = 2,
     keep_last: int | None = None,
+    is_latest: bool = True,
     **changes: Any,
 ) -> CheckpointFolder:
-    """A complete checkpoint of the tensors, of which each rank has an even range; `latest` names it."""
+    """A complete checkpoint of the tensors, of which each rank has an even range; `latest` names it if `is_latest`."""
     target = CheckpointFolder(folder)
     sizes = {name: value.numel() for name, value in tensors.items()}
     pieces = pieces or [
@@ -64,7 +65,7 @@ def write(
         if rank == 0:
             chunk_views.append(ChunkView(STEP, (), 0, torch.ones(1)))
         write_part(saving, rank, chunk_views, [], {"rank": rank})
-    target.commit(manifest_of(tensors, tag, len(pieces), **changes), NO_OPTIMIZER, keep_last)
+    target.commit(manifest_of(tensors, tag, len(pieces), **changes), NO_OPTIMIZER, keep_last, is_latest)
     return target
 
 

@@ -52,6 +52,12 @@ def test_the_newest_are_kept_and_the_callers_own(tmp_path: Path) -> None:
     assert names_in(tmp_path) == {"latest", *target.tags()}
 
 
+def test_the_checkpoint_that_a_restart_loads_is_kept(tmp_path: Path) -> None:
+    for step in range(4):
+        target = save(tmp_path, f"step{step}", step, keep_last=1, is_latest=step == 0)
+    assert target.tags() == ["step0", "step3"] and value_in(target) == 0
+
+
 def test_the_newest_are_those_saved_last_whatever_clocks_and_steps_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -151,7 +151,8 @@ class StepGradients:
             return math.sqrt(sums.square_norm) * self._steps.grad_scale * self._steps.norm_factor
         for gradient in gradients:
             gradient.arrive()
-        shards = [gradient.shard for gradient in gradients if gradient.shard is not None]
+        # torch has no largest element of a group whose parameters have no elements.
+        shards = [one.shard for one in gradients if one.shard is not None and one.shard.numel()]
         largest = max((float(torch.linalg.vector_norm(shard, math.inf)) for shard in shards), default=0.0)
         return float(max(self._mesh.world.gather_objects(largest))) * self._steps.grad_scale
 

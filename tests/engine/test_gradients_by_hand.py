@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine
@@ -126,6 +126,14 @@ def test_the_largest_element_and_a_norm_of_zero() -> None:
             assert engine.clip_grad_norm_(0.0, norm_type=math.inf).item() == pytest.approx(largest, rel=1e-6)
             engine.step()
             assert not engine.full("last.bias", "exp_avg").any()
+
+
+def test_a_group_without_elements_has_no_largest() -> None:
+    model = models.mlp()
+    model.register_parameter("none", nn.Parameter(torch.empty(0, dtype=torch.float64)))  # alone, by its dtype
+    with lowtide.initialize(model, settings()) as engine:
+        backward(engine)
+        assert engine.clip_grad_norm_(1.0, norm_type=math.inf) > 0
 
 
 @pytest.mark.parametrize("later", [(math.inf, 2.0), (0.1, 2.0), (0.02, math.inf)])

@@ -429,6 +429,14 @@ class Steps:
         """
         for feature in self.features.before_call:
             feature("engine.step()", Access.CHANGES)
+        try:
+            self._end(number, by_hand)
+        except BaseException:
+            # Also after an error of the update itself, such as full memory: else the next step would add to this one.
+            self.forget()
+            raise
+
+    def _end(self, number: int, by_hand: bool) -> None:
         self._mesh.world.progress.enter(Activity.UPDATE)
         # A rank that still needs a round of gathers would wait in vain for ranks that wait in the sum.
         self._passes.await_others()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,6 +29,7 @@ from tests.kit.training import (
     adamw,
     assert_close,
     refusal,
+    start,
     take_step,
     train,
     train_all,
@@ -52,6 +53,15 @@ class NarrowWithAnUpdateOfItsOwn(Narrow):
             for group in self.param_groups:
                 for param in group["params"]:
                     param.clamp_(-0.4, 0.4)
+
+
+class NarrowThatFails(NarrowWithAnUpdateOfItsOwn):
+    errors: ClassVar[list[Exception]] = []  # of the next steps
+
+    def step(self, closure: Any = None) -> Any:
+        if self.errors:
+            raise self.errors.pop()
+        return super().step(closure)
 
 
 class NarrowMomentum(torch.optim.RMSprop):
@@ -257,3 +267,14 @@ def test_the_config_knows_its_names_its_keys_and_its_defaults() -> None:
             Config.load({"optimizer": {"type": "RMSprop", "params": {"alhpa": 0.9}}})
     with pytest.raises(ConfigError, match='unknown optimizer "CPURMSprop"'):
         Config.load(CONFIG)
+
+
+def test_no_gradient_of_a_failed_update_remains() -> None:
+    norms = []
+    for fails in (False, True):
+        with start(CASE, optimizer=NarrowThatFails) as engine:
+            if fails:
+                NarrowThatFails.errors.append(MemoryError("full"))
+                assert refusal(take_step, engine, CASE, 0, kind=MemoryError) == "full"
+            norms.append(take_step(engine, CASE, 1).grad_norm)
+    assert norms[0] == norms[1]

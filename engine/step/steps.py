@@ -354,7 +354,11 @@ class Steps:
             self.num_changes += 1
         self.accumulated.is_complete = boundary
         self.accumulated.num_begun = self.accumulated.num_microbatches + num_microbatches
-        self._passes.begin_backward(boundary, on_final)
+        try:
+            self._passes.begin_backward(boundary, on_final)
+        except BaseException as error:  # as a refusal inside of another engine's join
+            self.abort_backward(error)
+            raise
 
     def end_backward(self, num_microbatches: int = 1) -> None:
         """End a backward, and count its microbatches."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide import Engine
 from lowtide.zero import plan
+from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool, on_ranks
@@ -293,6 +294,17 @@ def test_what_ranks_without_data_cannot_join_is_refused(ranks: RankPool) -> None
     for found in ranks(2, make_other_calls):
         for what, (_, text) in REFUSED.items():
             assert found[what].startswith(text), what
+
+
+@on_ranks(2)
+def test_a_refused_backward_of_another_engine_completes_no_step() -> None:
+    case = CASE.at(0, accumulation=2, config=SOCKETS)
+    with start(case) as engine, start(case) as other:
+        first, last = (other(*batch) for batch in batches_of(other.rank, 2))
+        other.backward(first)
+        with engine.join(), pytest.raises(StateError, match="the last backward of a step of another engine: expected"):
+            other.backward(last)
+        assert "found none" in refusal(other.step, kind=StateError)
 
 
 SAME_BATCHES: dict[str, dict[str, Any]] = {

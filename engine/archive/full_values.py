@@ -107,11 +107,13 @@ class FullValues:
                 for group in groups:
                     self._drop_copies(group)
                 raise
-            self._mesh.world.barrier()  # another rank may still copy from the shared memory
+            frozen = [name for group in groups if id(group) not in self._shards for name in _changed(group)]
+            # Of all ranks: a rank lacks the parameters of other stages, and the other parts of split layers. This is
+            # also a barrier: ranks that share memory write below, and another rank may still copy it or compare.
+            for names in self._mesh.world.gather_objects(frozen):
+                self._note_changed(names)
             with torch.no_grad():
                 for group in groups:
-                    if id(group) not in self._shards:
-                        self._note_changed(_changed(group))
                     for index, param in enumerate(group.params):
                         if not wanted or id(param) in wanted:
                             self._write_own(group, index, param.data)
@@ -268,7 +270,8 @@ def _changed(group: ShardedGroup) -> list[str]:
     return [
         param_view.name
         for param_view, param in pairs
-        if not torch.equal(param.data.reshape(-1), group.full[param_view.offset_in_flat : param_view.end_in_flat])
+        if param.dtype != group.full.dtype
+        or not torch.equal(param.data.reshape(-1), group.full[param_view.offset_in_flat : param_view.end_in_flat])
     ]
 
 

@@ -168,6 +168,17 @@ def test_what_was_changed_by_hand_is_written(tmp_path: Path) -> None:
         assert [name for name in names_in(tmp_path) if "lora_" not in name] == ["head.weight"]
 
 
+@on_ranks(2)
+def test_what_was_changed_on_another_stage_is_written(tmp_path: Path) -> None:
+    with engine_of(ByHand, 0, parallel={"pipeline": 2}, **LEFT_OUT) as engine:
+        engine.save_checkpoint(tmp_path)  # from here on each rank knows all digests
+        with engine.gathered(modify=True), torch.no_grad():
+            for param in (param for name, param in engine.named_parameters() if name == "head.weight"):
+                param.mul_(1.5)
+        engine.save_checkpoint(tmp_path, tag="changed")
+    assert [name for name in names_in(tmp_path) if "lora_" not in name] == ["head.weight"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
 def test_a_digest_is_a_sum_of_its_parts(dtype: torch.dtype) -> None:
     values = (torch.randn(300_000, generator=torch.Generator().manual_seed(1)) * 50).to(dtype)

@@ -107,15 +107,17 @@ class FullValues:
                 for group in groups:
                     self._drop_copies(group)
                 raise
-            frozen = [name for group in groups if id(group) not in self._shards for name in _changed(group)]
+            changed = {id(group): set(_changed(group)) for group in groups}
+            frozen = [name for group, names in changed.items() if group not in self._shards for name in names]
             # Of all ranks: a rank lacks the parameters of other stages, and the other parts of split layers. This is
             # also a barrier: ranks that share memory write below, and another rank may still copy it or compare.
             for names in self._mesh.world.gather_objects(frozen):
                 self._note_changed(names)
             with torch.no_grad():
                 for group in groups:
-                    for index, param in enumerate(group.params):
-                        if not wanted or id(param) in wanted:
+                    for index, (name, param) in enumerate(zip(group.layout.names, group.params, strict=True)):
+                        # An unchanged value is the rounded master weight, which must keep its low bits.
+                        if name in changed[id(group)] and (not wanted or id(param) in wanted):
                             self._write_own(group, index, param.data)
                     self._drop_copies(group)
                     group.refresh().wait()

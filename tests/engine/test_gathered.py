@@ -98,7 +98,10 @@ def test_changes_reach_the_master_weights_of_bf16() -> None:
             with engine.gathered(weight):
                 assert weight.dtype == torch.bfloat16
                 torch.testing.assert_close(weight.float(), torch.ones(3, 7), rtol=0, atol=1 / 128)
-            master = engine.full(weight)
+            master, other = engine.full(weight), engine.full("first.weight")
+            with engine.gathered(modify=True):
+                assert not torch.equal(engine.module.get_parameter("first.weight").float(), other)
+            assert torch.equal(engine.full("first.weight"), other)  # unchanged, it keeps what bfloat16 lacks
         assert master.dtype == torch.float32 and bool((master != 1.0).any())
         torch.testing.assert_close(master, torch.ones(3, 7), rtol=0, atol=2e-3)
 

@@ -72,6 +72,7 @@ def assemble(
     loss_fn: LossFn,
     lr_scheduler: Any,
     rows_per_microbatch: int | None,
+    samples_per_step: int | None,
     trial: Trial | None,
 ) -> Engine:
     """Build the engine of a blueprint that is equal on all ranks. A collective.
@@ -118,6 +119,7 @@ def assemble(
         blueprint=blueprint,
         memory_prediction=prediction,
         model_flops=prepared.flops,
+        samples_per_step=samples_per_step,
         trial=trial,
     )
     # Last: features read the parts, and their checks are collectives.

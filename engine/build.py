@@ -96,6 +96,7 @@ def initialize(
             loss_fn=loss_fn,
             lr_scheduler=lr_scheduler,
             rows_per_microbatch=resolved.train_micro_batch_size_per_gpu if gives_rows else None,
+            samples_per_step=resolved.train_batch_size if gives_rows or checked.elasticity.enabled else None,
             trial=trial,
         )
         if isinstance(optimizer, torch.optim.Optimizer):

@@ -255,7 +255,6 @@ class Monitors(StepFeature):
 
     def after_step(self, step: int, result: StepResult) -> None:
         parts, config = self._parts, self._parts.config
-        samples = config.train_batch_size or 0  # 0: not known
         memory = measure(parts.runner.passes.units, parts.optimizer)
         now = time.perf_counter()
         seconds, self._begun = max(now - self._begun, 1e-9), now
@@ -267,8 +266,8 @@ class Monitors(StepFeature):
             **{f"memory/{key}": value for key, value in asdict(memory).items()},
             **{f"seconds/{phase}": spent for phase, spent in self._timeline.take_seconds().items()},
         }
-        if samples:
-            numbers["speed/samples_per_second"] = samples / seconds
+        if parts.samples_per_step is not None:
+            numbers["speed/samples_per_second"] = parts.samples_per_step / seconds
         given = [
             # Rank 0 knows its batch alone. The other data-parallel ranks are taken to have as many tokens.
             (rows * length * parts.mesh.data_size, length)

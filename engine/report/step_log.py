@@ -19,32 +19,32 @@ _NUM_NAMED = 5
 class StepLog(StepFeature):
     """Logs a line every few steps, through the logger `lowtide`."""
 
-    def __init__(self, every: int, samples: int) -> None:
-        """every: steps between two lines. samples: rows of a global batch."""
+    def __init__(self, every: int, samples: int | None) -> None:
+        """every: steps between two lines. samples: rows of a global batch; None: unknown."""
         self._every, self._samples = every, samples
         self._since = time.monotonic()
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
         every = parts.config.steps_per_print
-        return cls(every, parts.config.train_batch_size or 0) if every and parts.mesh.world.rank == 0 else None
+        return cls(every, parts.samples_per_step) if every and parts.mesh.world.rank == 0 else None
 
     def after_step(self, step: int, result: StepResult) -> None:
         if step % self._every:
             return
         now = time.monotonic()
         # The first line also counts the seconds since the engine was made.
-        rate = self._samples * self._every / max(now - self._since, 1e-9)
+        steps_per_second = self._every / max(now - self._since, 1e-9)
         self._since = now
         logger.info(
-            "step %d: %sgradient norm %.3f, learning rate %.3g, %s%.1f samples/s",
+            "step %d: %sgradient norm %.3f, learning rate %.3g%s%s",
             step,
             # No wait: loss and norm were read with the sum of the step, and are on the host.
             "" if result.loss is None else f"loss {result.loss.item():.4f}, ",
             result.grad_norm.item(),
             result.lr,
-            f"loss scale {result.loss_scale:g}, " if result.loss_scale != 1 else "",
-            rate,
+            f", loss scale {result.loss_scale:g}" if result.loss_scale != 1 else "",
+            "" if self._samples is None else f", {self._samples * steps_per_second:.1f} samples/s",
         )
 
 

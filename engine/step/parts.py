@@ -45,6 +45,7 @@ class Parts:
     blueprint: Blueprint
     memory_prediction: Prediction | str  # for a memory report; or why it cannot be predicted
     model_flops: ModelFlops | None  # of the whole model, if monitors are on
+    samples_per_step: int | None  # of all ranks; None: the config has no batch size, and that of `config` is a default
     trial: StepFeature | None  # of `lowtide tune`: it ends the script after some steps
     archive: Archive = field(init=False)  # the engine's; a new archive after each added group of parameters
     save: weakref.WeakMethod[Callable[[str], str]] = field(init=False)  # Engine.save_checkpoint

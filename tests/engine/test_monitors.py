@@ -2,6 +2,7 @@
 
 import csv
 import json
+import logging
 import math
 import os
 import sys
@@ -116,6 +117,15 @@ def test_rates_are_of_the_whole_model_and_batch_on_every_axis(
         assert float(row["speed/tokens_per_second"]) * seconds == pytest.approx(24)
         assert float(row["speed/tflops"]) * seconds * 1e12 == pytest.approx(flops.of_tokens(24, 6) / num_ranks)
     assert len(list(tmp_path.glob("profile-rank*.json"))) == num_ranks
+
+
+def test_without_a_batch_size_samples_are_not_guessed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {"optimizer": SGD, "csv_monitor": place(tmp_path), "steps_per_print": 1}
+    with caplog.at_level(logging.INFO, "lowtide"), lowtide.initialize(models.mlp(), config) as engine:
+        engine.train_step(models.vector_batch(0, 4))
+    (row,) = rows_of(tmp_path / "run" / "metrics.csv")
+    assert row["speed/samples_per_second"] == "" != row["speed/step_seconds"]
+    assert "learning rate 0.1" in caplog.text and "samples/s" not in caplog.text
 
 
 def test_calls_by_hand_count_their_tokens(tmp_path: Path) -> None:

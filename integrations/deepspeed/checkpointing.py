@@ -158,9 +158,12 @@ class _TrackedStates:
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Return function(*args), keeping only its inputs and recomputing it in the backward."""
-    contexts = nullcontext(), _TrackedStates()
+    # A compiler takes no such contexts.
+    if not torch.compiler.is_compiling() and get_cuda_rng_tracker().states_:
+        contexts = nullcontext(), _TrackedStates()
+        kwargs["context_fn"] = lambda: contexts
     with _kept_on_host():
-        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
 non_reentrant_checkpoint = checkpoint

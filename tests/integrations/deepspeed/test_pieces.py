@@ -196,6 +196,12 @@ def test_checkpointed_functions_have_the_same_gradients() -> None:
     assert torch.equal(found, x.grad)  # type: ignore[arg-type]  # both are there
 
 
+def test_a_compiler_traces_a_checkpointed_function() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    compiled = torch.compile(lambda x: checkpoint(torch.tanh, x).sum(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), torch.tanh(x).sum())
+
+
 def test_a_recomputation_draws_the_numbers_of_its_forward() -> None:
     tracker, drawn = CudaRNGStatesTracker(), []
 

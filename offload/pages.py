@@ -46,7 +46,9 @@ class PagedBuffer:
         self.base = pool.reserve(nbytes)
         array = (ctypes.c_char * max(nbytes, 1)).from_address(self.base)
         # torch keeps the array alive as long as a view of the storage exists.
-        weakref.finalize(array, pool.unmap, self.base, nbytes)
+        finalizer = weakref.finalize(array, pool.unmap, self.base, nbytes)
+        # Not at exit: callbacks that the user registered before, and threads, may still read the tensor.
+        finalizer.atexit = False
         self.tensor: Tensor = (
             torch.frombuffer(array, dtype=dtype, count=numel) if numel else torch.empty(0, dtype=dtype)
         )

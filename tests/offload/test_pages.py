@@ -1,5 +1,8 @@
 """Pages move from buffer to buffer: what a buffer holds is its own, what it vacated is used again or given back."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -67,3 +70,21 @@ def test_a_dropped_buffer_reads_as_zero_and_can_be_written_again() -> None:
     assert int(buffer.tensor.sum()) == 0
     buffer.tensor.fill_(7)
     assert int(buffer.tensor.sum()) == 7 * 4 * PAGE_BYTES
+
+
+def test_a_buffer_can_be_read_until_the_process_ends() -> None:
+    """Python calls the callbacks of `atexit` in reverse: the first is called after all finalizers."""
+    script = """
+import atexit
+
+atexit.register(lambda: print(int(buffer.tensor.sum())))
+
+import torch
+
+from lowtide.offload import TransientBuffer
+
+buffer = TransientBuffer(10_000, torch.uint8)
+buffer.tensor.fill_(1)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "10000\n"), ended.stderr

@@ -51,6 +51,7 @@ class UnitHooks:
         self._add = patches.hook
         self._of_leaves = WeakIdKeyDictionary()  # returned leaves -> [the newest hook]
         self._is_around = False  # `around` runs, and the root's forward is a part of it
+        self._of_params: list[tuple[dict[int, Callable[..., None]], int]] = []  # (hooks of a parameter, key of ours)
         root = sequence.root.module
         # prepend: parameters are gathered before hooks of the user read them.
         self._add(root.register_forward_pre_hook(self._before_root, prepend=True))
@@ -81,7 +82,7 @@ class UnitHooks:
 
     def around(self, run: Callable[[], R]) -> R:
         """Call `run` as a forward of the root. `run` calls the root once or several times, or parts of it."""
-        self._sequence.begin_forward()
+        self._begin_forward()
         self._is_around = True
         try:
             output = run()
@@ -93,7 +94,14 @@ class UnitHooks:
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if not self._is_around:
-            self._sequence.begin_forward()
+            self._begin_forward()
+
+    def _begin_forward(self) -> None:
+        for hooks, key in self._of_params:
+            # Ours empties `param.grad`, so it comes after hooks that the user has registered since.
+            if len(hooks) > 1 and next(reversed(hooks)) != key:
+                hooks[key] = hooks.pop(key)
+        self._sequence.begin_forward()
 
     def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._is_around:
@@ -160,7 +168,9 @@ class UnitHooks:
                 is_frozen = not param.requires_grad
                 if is_frozen:
                     param.requires_grad_(True)  # torch refuses hooks on frozen parameters; it may be unfrozen later
-                self._add(param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+                handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._add(handle)
+                self._of_params.append((param._post_accumulate_grad_hooks, handle.id))
                 if is_frozen:
                     param.requires_grad_(False)
 

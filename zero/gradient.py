@@ -124,7 +124,7 @@ class GroupGradient:
         """Bytes that gradients take now on this rank, `param.grad` included."""
         # In place, `param.grad` is a view of the shard, which counts already.
         params = () if self._is_in_place else self.group.params
-        of_params = sum(param.grad.nbytes for param in params if param.grad is not None)
+        of_params = sum(_bytes_of(param.grad) for param in params if param.grad is not None)
         kept = 0 if self.low_rank is None else self.low_rank.nbytes
         return self._memory.nbytes(self.shard) + of_params + self._local.nbytes + kept
 
@@ -180,7 +180,7 @@ class GroupGradient:
             found += self._local.flat[param_view.offset_in_flat : param_view.end_in_flat]
         arrived = None if is_complete or self.takes_each else param.grad  # else `grad` is a placeholder
         if arrived is not None:
-            found += arrived.reshape(-1)
+            found += arrived.to_dense().reshape(-1)
         return found, arrived is not None or index in self.used
 
     def flush(self) -> None:
@@ -428,3 +428,8 @@ class GroupGradient:
             self._local.move_sum_to(places, adds)
             adds = True
         return Staging(self.group, places, adds)
+
+
+def _bytes_of(gradient: Tensor) -> int:
+    """Return the bytes of a gradient, which an embedding with sparse=True makes sparse."""
+    return gradient._values().nbytes + gradient._indices().nbytes if gradient.is_sparse else gradient.nbytes

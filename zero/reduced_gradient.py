@@ -19,7 +19,10 @@ from torch._guards import TracingContext
 from .sequence import StateError
 
 _HARMLESS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf")),
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "requires_grad", "grad_fn", "is_leaf", "is_sparse")
+    ),
     Tensor.size,
     Tensor.dim,
     Tensor.numel,

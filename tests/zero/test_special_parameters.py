@@ -491,3 +491,17 @@ def test_parameters_that_are_returned_have_one_hook(stage: int) -> None:
         assert [len(param._backward_hooks or {}) for param in model.parameters()] == [1, 1, 1]
     engine.close()
     assert not any(param._backward_hooks for param in model.parameters())
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_sparse_gradient_is_seen_between_microbatches(stage: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
+    tokens = torch.tensor([1, 4])
+    (expected,) = torch.autograd.grad(model(tokens).sum(), model.get_parameter("0.weight"))
+    with lowtide.initialize(model, settings(stage, gradient_accumulation_steps=2)) as engine:
+        engine.backward(engine(tokens).sum())
+        found = engine.gradient("0.weight")
+        assert found is not None
+        torch.testing.assert_close(found, expected.to_dense() / 2)
+        assert engine.memory_report().now["gradient_bytes"] > 0

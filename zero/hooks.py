@@ -51,6 +51,7 @@ class UnitHooks:
         self._add = patches.hook
         self._of_leaves = WeakIdKeyDictionary()  # returned leaves -> [the newest hook]
         self._is_around = False  # `around` runs, and the root's forward is a part of it
+        self._uses: list[list[Use | None]] = []  # of each block, the forwards that run: more than one in a recursion
         self._of_params: list[tuple[dict[int, Callable[..., None]], int]] = []  # (hooks of a parameter, key of ours)
         root = sequence.root.module
         # prepend: parameters are gathered before hooks of the user read them.
@@ -97,6 +98,8 @@ class UnitHooks:
             self._begin_forward()
 
     def _begin_forward(self) -> None:
+        for uses in self._uses:  # a forward that raised has left its use behind
+            uses.clear()
         for hooks, key in self._of_params:
             # Ours empties `param.grad`, so it comes after hooks that the user has registered since.
             if len(hooks) > 1 and next(reversed(hooks)) != key:
@@ -115,6 +118,7 @@ class UnitHooks:
     def _hook_block(self, unit: Unit) -> None:
         sequence = self._sequence
         uses: list[Use | None] = []
+        self._uses.append(uses)
 
         def before(module: nn.Module, args: Any) -> None:
             uses.append(sequence.enter(unit))
@@ -123,7 +127,6 @@ class UnitHooks:
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()
-            uses.clear()  # a forward that raised has left its use behind
             if use is not None and (tensors := _tensors_with_graph(output)):
                 self._on_first_gradient(tensors, partial(sequence.enter_backward, use))
             sequence.leave(unit)

@@ -12,7 +12,7 @@ import lowtide
 from tests.engine.saving import load_and_go_on, save_and_go_on
 from tests.kit import models
 from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import Case, take_step
+from tests.kit.training import Case, differences, take_step
 from tests.pipe.pipelines import deep_tied_gpt, deep_tied_gpt_64, pipelined
 
 CASE = Case(deep_tied_gpt_64, models.token_batch, accumulation=2)
@@ -145,3 +145,21 @@ def test_every_checkpoint_loads_everywhere(
         before.restored = dict(sorted(before.restored.items()))
         assert found.state_differences(before) == [], (size, other)
         assert found.losses == pytest.approx(before.losses, rel=1e-5)
+
+
+def keep_a_copy(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.clone()
+
+
+def trained_with_hooks(replaces: bool) -> dict[str, Tensor]:
+    with engine_of(lambda output, batch: output.square().mean()) as engine:
+        for param in engine.parameters() if replaces else ():
+            param.register_post_accumulate_grad_hook(keep_a_copy)
+        engine.train_step(torch.ones(2, 4))
+        return engine.state_dict()
+
+
+def test_a_gradient_that_a_hook_has_replaced_counts(ranks: RankPool) -> None:
+    found, expected = (ranks(2, trained_with_hooks, replaces)[0] for replaces in (True, False))
+    assert differences(found, expected) == []

@@ -105,7 +105,9 @@ class ParameterStates:
             low_rank = shard.gradient.low_rank
             for index, factor in () if low_rank is None else low_rank.factors.items():
                 name = shard.group.layout.names[index]
-                scalars[name] = {**(scalars.get(name) or {}), FACTOR: factor.cpu()}
+                # None must stay: no states yet. A rank without a part of the parameter does not know.
+                if id(shard.group.params[index]) in shard.runs.param_ids and scalars.get(name, {}) is not None:
+                    scalars[name] = {**scalars.get(name, {}), FACTOR: factor.cpu()}
         return scalars
 
     def _take_factors(self, scalars: ScalarStates) -> None:
@@ -159,6 +161,8 @@ class ParameterStates:
             # None (no states yet) stays None.
             key: states and {n: v for n, v in states.items() if n not in (MISSED_STEPS, FACTOR)}
             for key, states in scalars.items()
+            # A factor alone says nothing of the optimizer: the states of the parameter's group are its states.
+            if states is None or states.keys() != {FACTOR}
         }
         self._take_factors(scalars)
         for shard in self._shards:

@@ -79,9 +79,9 @@ class ExpertSelfCheck:
             return self._made(rows, experts, 1.0)
         before = random_states(rows.device)
         made = self._made(rows, experts, 1.0)
-        self._is_tried = True
         if all(map(torch.equal, before, random_states(rows.device))):  # else two calls differ anyway
             self._try(rows, experts, made.detach())
+        self._is_tried = True  # after the check: experts that were refused are checked again
         return made
 
     def _made(self, rows: Tensor, experts: Tensor, weight: float) -> Tensor:

@@ -134,7 +134,6 @@ class SequenceParallelRegions:
 
         mode = model.training, torch.is_grad_enabled()
         if not self.is_plain and self._watch is None and mode not in self._watched:
-            self._watched.add(mode)
             self._watch = PartWatch(lambda: self._call is not None)
             # By hand, since the model's forward runs between two hooks. `_stop_watch` leaves the mode, also after an
             # error.
@@ -148,6 +147,8 @@ class SequenceParallelRegions:
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._watch is not None:
             self._watch.check(output)
+            # After the check: a forward that was refused is watched again.
+            self._watched.add((model.training, torch.is_grad_enabled()))
         for stream in self._streams:
             if stream.last is not None:
                 raise ValueError(
@@ -279,10 +280,9 @@ class SequenceParallelRegions:
             for handle in watched:
                 handle.remove()
             self._randomness.restore(states)
-        # The next forward tries this block again.
+        # Here and after an error the next forward tries this block again.
         if failed is None and not bool(together.isfinite().all()):
             return  # the step reports values that are not finite
-        self._tried.add(id(block.module))
         is_narrow = together.itemsize < 4 or torch.is_autocast_enabled(together.device.type)
         most = (_NARROW if is_narrow else _WIDE) * together.abs().max() + 1e-6
         if apart is None or together.shape != apart.shape or bool((together - apart).abs().max() > most):
@@ -292,6 +292,7 @@ class SequenceParallelRegions:
                 f"only between column and row splits; with a part of the tokens on each rank {found}. Split the layers "
                 "that mix tokens in tensor_parallel.plan, or set it to false"
             ) from failed
+        self._tried.add(id(block.module))
 
     def _check_given_part(self, name: str, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and id(one) in call.wholes]

@@ -290,8 +290,6 @@ def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, patc
 
 
 def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Tensor) -> None:
-    # The hook removes itself: the collective is for the first backward alone.
-    handles.pop().remove()
     own = gradient.detach().double() if gradient.device.type != "mps" else gradient.detach().float()
     # Relative to the sum of absolute values, since the plain sum may cancel to almost 0.
     sums = torch.stack([own.sum(), own.abs().sum()]).view(1, 2)
@@ -303,3 +301,5 @@ def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Ten
             'different gradients: it is used between a column and a row split. Give its layer the style "partial" in '
             'tensor_parallel.plan, or "whole" to the layers around it'
         )
+    # The hook removes itself: the collective is for the first backward alone, or the next one after an error.
+    handles.pop().remove()

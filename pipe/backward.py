@@ -110,7 +110,7 @@ class WeightGradients:
     def _put(self, param: nn.Parameter, dy: Tensor, x: Tensor | None, is_transposed: bool) -> Tensor | None:
         """Return the gradient, or keep its factors for W and return None."""
         # A hook must see the gradient in this backward, for example to sum it over ranks.
-        if self._open is None or param._backward_hooks:
+        if self._open is None or param._backward_hooks or param._post_accumulate_grad_hooks:
             return gradient_of(dy, x, is_transposed)
         # Detached: until W, the graph of x would hold the tensors that the stage received.
         self._open.append((param, dy, None if x is None else x.detach(), is_transposed))

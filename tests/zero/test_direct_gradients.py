@@ -287,6 +287,16 @@ def test_a_computed_weight_is_not_put_off() -> None:
     assert all(param.grad is not None for param in layer.parameters())
 
 
+def test_a_gradient_that_a_hook_sees_is_not_put_off() -> None:
+    layer, seen = nn.Linear(WIDTH, WIDTH), list[Tensor | None]()
+    layer.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
+    layer.bias.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    weights = WeightGradients([layer], ModelPatches())
+    with weights.put_off(0):
+        layer(torch.ones(2, WIDTH)).sum().backward()
+    assert [None if one is None else one.unique().tolist() for one in seen] == [[2.0], [2.0]]
+
+
 def test_without_gradients_the_layer_is_torchs_own() -> None:
     layer, x = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH)
     layers_of(layer)

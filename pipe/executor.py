@@ -267,7 +267,7 @@ class Executor:
             run.entries[key] = Entry(received)
             received = run.entries[key].opened(received)
         with self._around(action):
-            output = stage.run(lambda module: self._forward(module, microbatch), received)
+            output = stage.run(lambda module: self._forward(module, microbatch), received, form_of(microbatch))
             if stage.is_last:
                 output = self._loss(output, microbatch)
         if stage.is_last:
@@ -348,9 +348,12 @@ def _modules_with_parameters(stage: Stage) -> list[nn.Module]:
     return [module for module in stage.module.modules() if id(module._parameters.get("weight")) in params]
 
 
+def form_of(batch: Any) -> tuple[Hashable, ...]:
+    """Describe a batch: its keys, and the type of each value. Other keys may take other branches of a forward."""
+    return (tuple(batch) if isinstance(batch, Mapping) else (), *map(type, leaves(batch)))
+
+
 def shapes_in(batch: Any) -> Hashable:
-    """Describe a batch: its keys, shape and dtype of each tensor, and the type of each value that is no tensor."""
-    # The same shapes under different names may take different branches of a forward.
-    names = tuple(batch) if isinstance(batch, Mapping) else ()
-    shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves(batch)]
-    return (names, *shapes)
+    """Describe a batch: its form, and shape and dtype of each tensor."""
+    shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in leaves(batch) if isinstance(leaf, Tensor)]
+    return (form_of(batch), *shapes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
@@ -68,12 +68,13 @@ class Stage:
         names = set(self.plan.parameters[self.index])
         return ((name, param) for name, param in self.module.named_parameters() if name in names)
 
-    def run(self, call: Call, received: Carried | None = None) -> Any:
+    def run(self, call: Call, received: Carried | None = None, form: Hashable = None) -> Any:
         """Run this stage's part of `call(module)` for a microbatch.
 
         call: calls the module with the microbatch, and may compute a loss of its output. It is the same on every
         stage, and returns on the last stage only.
         received: the previous stage's tensors, as leaves that require grad as `spec.needs_grad` says.
+        form: of the microbatch (`form_of`); a forward may take other branches for other forms.
         Returns the result of `call` on the last stage, and a `Carried` on every earlier stage. On these, forward
         hooks of modules around the blocks, such as the root, do not run, and the first run calls the model twice: a
         probe finds the tensors that the next stage lacks.
@@ -88,9 +89,9 @@ class Stage:
         with _without_caches(self._configs):
             result = self._replayed.run(replay, call)
             if isinstance(result, LeaveForward):
-                carried = self._carried(call, replay, result, outputs)
+                carried = self._carried(call, form, replay, result, outputs)
                 # At most once: `_carried` has noted what the next stage needs, so the second run keeps it.
-                return carried if carried is not None else self.run(call, received)
+                return carried if carried is not None else self.run(call, received, form)
         self._check_finished(replay)
         replay.values = None
         return map_leaves(resolved, result)
@@ -102,13 +103,15 @@ class Stage:
         may_pass = not self.is_last and (not self._needs or any(needs.passing for needs in self._needs.values()))
         return OuterValues() if to_bind or may_pass else None
 
-    def _carried(self, call: Call, replay: Replay, leave: LeaveForward, before: Sequence[Any]) -> Carried | None:
+    def _carried(
+        self, call: Call, form: Hashable, replay: Replay, leave: LeaveForward, before: Sequence[Any]
+    ) -> Carried | None:
         """Collect the tensors for the next stage. None if it needs values by name that this run has not kept."""
         outputs = list(before)
         for number in replay.blocks:  # a block that was skipped by chance is described as its predecessor
             outputs.append(replay.returned[number] if number in replay.returned else outputs[-1] if outputs else None)
         found = list(leaves(map_leaves(resolved, leave.arguments)))
-        needs = self._needs_of_next(call, leave, found, outputs)
+        needs = self._needs_of_next(call, form, leave, found, outputs)
         if needs.passing and replay.values is None:
             return None
         kept = replay.values.values if replay.values is not None else {}
@@ -136,11 +139,13 @@ class Stage:
             self._spec = spec
         return Carried(sent, self._spec)
 
-    def _needs_of_next(self, call: Call, leave: LeaveForward, found: Sequence[Any], outputs: Sequence[Any]) -> Needs:
-        """Find the tensors that the next stage lacks, by a probe for each kind of arguments."""
+    def _needs_of_next(
+        self, call: Call, form: Hashable, leave: LeaveForward, found: Sequence[Any], outputs: Sequence[Any]
+    ) -> Needs:
+        """Find the tensors that the next stage lacks, by a probe for each form of a batch and kind of arguments."""
         kinds = tuple(isinstance(leaf, Tensor) for leaf in found)
         # In training a forward may take other branches than in evaluation.
-        key = (leave.block, self.module.training, kinds)
+        key = (leave.block, self.module.training, form, kinds)
         if key not in self._needs:
             probe = Probe(self.plan, self.index + 1, outputs, self._replayed.device)
             self._replayed.probe(probe, call)

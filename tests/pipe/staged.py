@@ -1,7 +1,7 @@
 """A model run as a chain of stages in one process, beside the whole model."""
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,13 +55,13 @@ def stages_of(build: Build, num_stages: int, balance: str | Sequence[int] = "par
     return [Stage(seeded(build), travelled(plan), index) for index in range(num_stages)]
 
 
-def staged(stages: Sequence[Stage], call: Call) -> Outcome:
+def staged(stages: Sequence[Stage], call: Call, form: Hashable = None) -> Outcome:
     """One forward through all stages and back. Gradients of tied parameters are summed, last stage first."""
     sent: list[Carried] = []
     arrived: list[Carried] = []
     output: Any = None
     for stage in stages:
-        output = stage.run(call, arrived[-1] if arrived else None)
+        output = stage.run(call, arrived[-1] if arrived else None, form)
         if not stage.is_last:
             assert isinstance(output, Carried)
             sent.append(output)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lowtide.model.patches import ModelPatches
+from lowtide.pipe.executor import form_of
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.split.split import plan_split
 from lowtide.pipe.stage import Stage, make_stages
@@ -265,6 +266,26 @@ def test_a_batch_of_another_kind_finds_its_own_needs() -> None:
         for stage in stages:
             stage.module.zero_grad()
         assert staged(stages, call).differences(whole(seeded(TwoKinds), call)) == []
+
+
+class Masked(models.Mlp):
+    """A mask adds calls before the value that is used at the end, and changes no argument of a block."""
+
+    def forward(self, x: Tensor, y: Tensor, mask: Tensor | None = None) -> Tensor:
+        start = torch.tanh(self.first(x if mask is None else torch.tanh(x * mask)))
+        x = start
+        for layer in self.layers:
+            x = layer(x)
+        return functional.mse_loss(self.last(x + start), y)
+
+
+def test_a_batch_with_another_key_finds_its_own_needs() -> None:
+    (x, y), stages = VECTORS, stages_of(Masked, 2)
+    for batch in ({"x": x, "y": y}, {"x": x, "y": y, "mask": torch.full_like(x, 0.5)}, {"x": x, "y": y, "mask": None}):
+        call = lambda model, batch=batch: model(**batch)  # noqa: E731
+        for stage in stages:
+            stage.module.zero_grad()
+        assert staged(stages, call, form_of(batch)).differences(whole(seeded(Masked), call)) == []
 
 
 def test_evaluation_gives_the_output_of_the_whole_model_and_keeps_no_graph() -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from ...model.random_states import random_states, set_random_states
 from ...model.recomputing import BufferValues
 from .blocks import Blocks, check_order
 
@@ -68,8 +69,11 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
 def places_by_run(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], Any]) -> Places:
     """Find the places at which `call(model)` passes each parameter to an operation outside the blocks.
 
-    Raises ValueError if the forward does not call every block once, in order.
+    Random state and buffers are restored: rank 0 alone runs this. Raises ValueError if the forward does not call every
+    block once, in order.
     """
+    device = next(model.parameters()).device
+    before = random_states(device)
     watch = _Watch({id(param) for param in model.parameters()})
     # First before a block and last behind it, so that the block's other hooks count as inside.
     handles = [
@@ -81,6 +85,7 @@ def places_by_run(model: nn.Module, blocks: Blocks, call: Callable[[nn.Module], 
         with BufferValues(model), torch.no_grad(), watch:
             call(model)
     finally:
+        set_random_states(device, before)
         for handle in handles:
             handle.remove()
     check_order(blocks, watch.entered)

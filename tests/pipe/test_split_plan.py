@@ -138,6 +138,16 @@ def test_a_run_shows_the_use_of_a_transposed_weight() -> None:
     assert plan.tied == {"embedding.weight": (0, 2)} and plan == plan_split(model, 3)
 
 
+@pytest.mark.parametrize("balance", ["parameters", "time"])
+def test_a_sample_takes_no_random_numbers_of_the_training(balance: str) -> None:
+    """Rank 0 alone runs it, and a script may draw its batches alike on all ranks."""
+    model = models.Mlp()
+    model.layers = nn.Sequential(*(nn.Sequential(nn.Linear(7, 7), nn.Dropout(0.5)) for _ in range(3)))
+    before = torch.get_rng_state()
+    plan_split(model, 2, balance, of_vectors)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_what_no_forward_names_is_placed_by_its_registration() -> None:
     class Hidden(models.Mlp):
         forward = nn.Module.forward  # no source text with the order

@@ -276,7 +276,7 @@ _MOST_APART = 1e-3  # largest relative difference of sums of a gradient: replica
 
 
 def watch_copies(plan: TensorPlan, model: nn.Module, exchange: Collectives, patches: ModelPatches) -> None:
-    """Compare the first gradient of each replicated parameter over the ranks, once.
+    """Compare the first finite gradient, other than zeros, of each replicated parameter over the ranks, once.
 
     A parameter between a column and a row split that no plan names gets a part of its gradient on each rank. Without
     this check its replicas would drift apart silently.
@@ -301,5 +301,7 @@ def _compare(name: str, exchange: Collectives, handles: list[Any], gradient: Ten
             'different gradients: it is used between a column and a row split. Give its layer the style "partial" in '
             'tensor_parallel.plan, or "whole" to the layers around it'
         )
-    # The hook removes itself: the collective is for the first backward alone, or the next one after an error.
-    handles.pop().remove()
+    # The hook removes itself: the collective is for the first backward alone, or the next one after an error. Zeros (in
+    # front of a weight that starts at zero) and overflows show no difference, so the next gradient is compared too.
+    if 0 < float(size) < math.inf:
+        handles.pop().remove()

@@ -30,6 +30,14 @@ class Between(Mixer):
         return result.square().mean()
 
 
+class Opens(Between):
+    """The first gradient of its scale is 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.down.weight)
+
+
 @on_ranks(2)
 def test_what_ranks_have_unlike_is_told() -> None:
     with lowtide.initialize(dropping(), split_config()) as engine:
@@ -39,6 +47,10 @@ def test_what_ranks_have_unlike_is_told() -> None:
         for _ in range(2):  # also in the step after the error
             text = refusal(engine.train_step, (mixed(),))
             assert "equal gradients of the replicated 'scale' on 2 ranks, found different" in text
+    with lowtide.initialize(Opens(), split_config()) as engine:
+        engine.train_step((mixed(),))
+        text = refusal(engine.train_step, (mixed(),))
+        assert "equal gradients of the replicated 'scale' on 2 ranks, found different" in text
     with lowtide.initialize(others.gpt2(), split_config()) as engine:
         for token in (-1, others.VOCAB):
             given = (torch.tensor([[1, token]]), torch.tensor([[1, 1]]))

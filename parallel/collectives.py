@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..comm import Collectives
+from ..kernels.dispatch import once_differentiable
 from ..pipe.split.absent import is_missing, resolved
 from .splits import ranges_of
 
@@ -34,16 +35,22 @@ _Change = Callable[[Tensor], Tensor]
 class _WithBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: _Change, backward: _Change) -> Tensor:
-        ctx.change = backward
+        ctx.changes = forward, backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, *dy: Tensor) -> Any:
-        return ctx.change(dy[0]), None, None
+        forward, backward = ctx.changes
+        # With create_graph the gradient is differentiated again. The transpose of `backward` is `forward`.
+        dx = with_backward(dy[0], backward, forward) if torch.is_grad_enabled() else backward(dy[0])
+        return dx, None, None
 
 
 def with_backward(x: Tensor, forward: _Change, backward: _Change) -> Tensor:
-    """Return forward(x) with backward(dy) as its gradient. forward must not keep x."""
+    """Return forward(x) with backward(dy) as its gradient: two linear functions, each the transpose of the other.
+
+    forward must not keep x.
+    """
     y: Tensor = _WithBackward.apply(x, forward, backward)  # type: ignore[no-untyped-call]  # as torch has it
     return y
 
@@ -60,6 +67,7 @@ class _GatheredAndJoined(torch.autograd.Function):
         return gathered, gathered.new_empty(0).set_(gathered)  # type: ignore[call-overload]  # as torch has it
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> Any:
         of_parts, of_all = (None if dy is None else _lengthened(dy, ctx.dim, ctx.added) for dy in dys)
         dx = None

@@ -51,6 +51,7 @@ import torch
 from torch import Tensor, nn
 
 from ..comm import Collectives
+from ..kernels.dispatch import once_differentiable
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
 from ..model.random_states import random_states
@@ -269,6 +270,7 @@ class Dispatched(torch.autograd.Function):
         return way.rows_there(x[way.tokens], "tokens"), given, found
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dy: Tensor) -> Any:
         way: TokenWay = ctx.way
         dx = way.summed_at_home(way.rows_back(dy[0], "the gradient of tokens"))

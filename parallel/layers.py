@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from ..comm import Collectives
 from ..model.patches import ModelPatches
-from .collectives import copied, gathered, joined_columns, parted_columns, scattered, summed, with_backward
+from .collectives import copied, gathered, joined_columns, parted_columns, scattered, summed
 from .experts import inputs_of
 from .plan import TensorPlan
 from .randomness import Randomness
@@ -78,7 +78,7 @@ def _without_bias(module: nn.Module, forward: Callable[..., Tensor], *args: Any,
     """Run a module with its output bias as zeros, since the first rank adds it. The bias still gets its gradient."""
     bias: Any = module._parameters[_BIAS]
     # Not by setattr: torch refuses a plain tensor in the place of a parameter.
-    module._parameters[_BIAS] = with_backward(bias, torch.zeros_like, lambda dy: dy)  # type: ignore[assignment]
+    module._parameters[_BIAS] = bias - bias.detach()
     try:
         return forward(*args, **kwargs)
     finally:

@@ -267,7 +267,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def distance_of(found: Tensor, right: Tensor) -> float:
     """Return the relative distance of a tensor from the right one, by norms."""
     # A NaN in both, as behind a masked row, is no difference.
-    found, right = found.detach().double().nan_to_num(), right.double().nan_to_num()
+    found, right = (one.detach().double().nan_to_num() for one in (found, right))
     # Two tensors of zeros are equal.
     return float((found - right).norm() / right.norm().clamp(min=1e-30))
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..comm import Collectives
+from ..kernels.dispatch import once_differentiable
 from .chunked_logits import ChunkedLogits, computed, tiled_cross_entropy
 from .collectives import joined_columns
 
@@ -271,6 +272,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *dloss: Tensor) -> Any:
         softmax, own, is_own, counts = ctx.saved_tensors
         scale = dloss[0] * counts

@@ -34,8 +34,10 @@ from tests.parallel.trainings import (
     apart,
     case_of,
     check,
+    penalized,
     split_config,
     values_after,
+    vectors,
 )
 
 HOST = {"device": "cpu"}
@@ -49,6 +51,7 @@ ROWS: dict[tuple[str, int], list[Row]] = {  # what is split, and the number of r
         (LLAMA.at(0, accumulation=2), 1, TENSOR),
         (case_of(others.gemma, 2), 1, TENSOR),
         (case_of(others.gpt2, 1), 1, TENSOR | IN_TILES),
+        (case_of(penalized, 2, vectors), 1, TENSOR),
     ],
     ("layers", 4): [
         # Heads of keys that two ranks have are counted once.

@@ -17,7 +17,19 @@ from tests.kit import models
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import assert_alike, refusal, train_all
 from tests.parallel import models_of_others as others
-from tests.parallel.trainings import PARTS, TOLERANCE, Mixer, Stacked, case_of, check, dropping, mixed, split_config
+from tests.parallel.trainings import (
+    PARTS,
+    TOLERANCE,
+    Mixer,
+    Stacked,
+    case_of,
+    check,
+    dropping,
+    mixed,
+    penalized,
+    split_config,
+    vectors,
+)
 
 
 class Between(Mixer):
@@ -232,6 +244,13 @@ def test_what_would_see_a_part_for_the_whole_is_an_error() -> None:
         with lowtide.initialize(model, split_config(PARALLEL)) as engine:
             text = refusal(engine.train_step, others.tokens(0, 2))
         assert text.startswith(f"parallel.tensor_sequence: expected {key} to be false")
+
+
+@on_ranks(2)
+def test_parts_of_tokens_have_no_second_derivative() -> None:
+    with lowtide.initialize(penalized(), split_config(PARALLEL)) as engine:
+        text = refusal(engine.train_step, vectors(0, 2), kind=RuntimeError)
+        assert "differentiate twice a function that was marked with @once_differentiable" in text
 
 
 def test_what_has_no_effect_is_said() -> None:

@@ -110,6 +110,25 @@ class Stacked(nn.Module):
         return x.square().mean()
 
 
+class Penalized(Stacked):
+    """With the slope at its input in the loss."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            loss = super().forward(x)
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            return loss + slope.square().sum()
+
+
+def penalized() -> nn.Module:
+    return Penalized(Mixer(), Mixer()).double()
+
+
+def vectors(step: int, rows: int) -> tuple[Tensor]:
+    return (torch.randn(rows, 6, 8, generator=torch.Generator().manual_seed(step)).double(),)
+
+
 def dropping(rate: float = 0.5) -> Any:
     return Stacked(Mixer(rate), Mixer(rate))
 

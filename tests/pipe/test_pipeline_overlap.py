@@ -2,6 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -119,8 +120,8 @@ def watch(stage: Stage, buffers: Memory) -> None:
     """Notes the memory of what comes into a stage and of what it gives."""
     original = stage.run
 
-    def run(call: Call, received: Carried | None = None) -> Any:
-        output = original(call, received)
+    def run(call: Call, received: Carried | None = None, form: Hashable = None) -> Any:
+        output = original(call, received, form)
         for kind, carried in (("input", received), ("output", output)):
             tensors = carried.tensors if isinstance(carried, Carried) else ()
             buffers[kind, stage.index].append([StorageWeakRef(tensor.untyped_storage()) for tensor in tensors])

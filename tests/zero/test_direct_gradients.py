@@ -290,7 +290,7 @@ def test_a_computed_weight_is_not_put_off() -> None:
 def test_a_gradient_that_a_hook_sees_is_not_put_off() -> None:
     layer, seen = nn.Linear(WIDTH, WIDTH), list[Tensor | None]()
     layer.weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad))
-    layer.bias.register_hook(seen.append)  # type: ignore[no-untyped-call]
+    layer.bias.register_hook(seen.append)
     weights = WeightGradients([layer], ModelPatches())
     with weights.put_off(0):
         layer(torch.ones(2, WIDTH)).sum().backward()

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..engine.config.errors import Fault, quoted, unknown_key
 from ..engine.config.optimizer import optimizer_name
+from ..engine.config.read import join
 from ..engine.config.scheduler import WarmupDecayLRParams
 from ..engine.config.translate import Dialect, Translation, paths_of, says_no_own_word
 from ..optimizers import OPTIMIZERS
@@ -301,7 +302,7 @@ def _take_profilers(out: Translation) -> None:
             out.faults.append(Fault(name, "type", f"expected an object, found {quoted(section)}"))
             continue
         known = ["enabled", *idle, *((*FLOPS_WORDS, "output_file") if name == "flops_profiler" else ())]
-        out.faults += [unknown_key(f"{name}.{key}", key, known) for key in section if key not in known]
+        out.faults += [unknown_key(join(name, key), key, known) for key in section if key not in known]
         if not isinstance(section.get("enabled", False), bool):
             message = f"expected true or false, found {quoted(section['enabled'])}"
             out.faults.append(Fault(f"{name}.enabled", "type", message))

@@ -189,6 +189,7 @@ class PartWatch(TorchFunctionMode):
 
     def __init__(self, is_inside: Callable[[], bool]) -> None:
         """is_inside: whether a block runs now. A block may use its tokens freely."""
+        self.has_refused = False
         self._is_inside = is_inside
         self._given: dict[int, tuple[Tensor, str]] = {}  # by storage; the tensor keeps its storage from being reused
 
@@ -207,14 +208,21 @@ class PartWatch(TorchFunctionMode):
             is_new = any(isinstance(x, Tensor) and all(x is not one for one, _ in used) for x in tree_leaves(result))
             # A function that returns no new tensor and changes none (a size, a data pointer) is no use of the tokens.
             if is_new or versions != [_version(one) for one, _ in used]:
-                raise _error(used[0][1], getattr(func, "__name__", str(func)))
+                raise self._refusal(used[0][1], getattr(func, "__name__", str(func)))
         return result
 
     def check(self, output: Any) -> None:
         """Raise ValueError if the model returns a token part. output: of the model."""
         for one in tree_leaves(output):
             if (name := self._giver(one)) is not None:
-                raise _error(name, "it in the model's output")
+                raise self._refusal(name, "it in the model's output")
+
+    def _refusal(self, name: str, found: str) -> ValueError:
+        self.has_refused = True
+        return ValueError(
+            f"parallel.tensor_sequence: expected that only the next block uses the output of '{name}', found {found}: "
+            "between blocks a rank has a part of the tokens; set it to false"
+        )
 
     def _giver(self, x: Any) -> str | None:
         if type(x) is not Tensor or x.is_meta or x.layout != torch.strided:
@@ -226,10 +234,3 @@ class PartWatch(TorchFunctionMode):
 def _version(x: Tensor) -> int:
     # torch counts no versions of inference tensors, and raises an error.
     return 0 if x.is_inference() else x._version
-
-
-def _error(name: str, found: str) -> ValueError:
-    return ValueError(
-        f"parallel.tensor_sequence: expected that only the next block uses the output of '{name}', found {found}: "
-        "between blocks a rank has a part of the tokens; set it to false"
-    )

@@ -134,21 +134,23 @@ class SequenceParallelRegions:
 
         mode = model.training, torch.is_grad_enabled()
         if not self.is_plain and self._watch is None and mode not in self._watched:
+            # Here, not at the end: a stage of a pipeline may leave a forward without its end.
+            self._watched.add(mode)
             self._watch = PartWatch(lambda: self._call is not None)
             # By hand, since the model's forward runs between two hooks. `_stop_watch` leaves the mode, also after an
             # error.
             self._watch.__enter__()  # type: ignore[no-untyped-call]  # as torch has it
 
-    def _stop_watch(self, *_: object) -> None:
+    def _stop_watch(self, model: nn.Module, *_: object) -> None:
         if self._watch is not None:
             watch, self._watch = self._watch, None
+            if watch.has_refused:  # the next forward is watched again
+                self._watched.discard((model.training, torch.is_grad_enabled()))
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if self._watch is not None:
             self._watch.check(output)
-            # After the check: a forward that was refused is watched again.
-            self._watched.add((model.training, torch.is_grad_enabled()))
         for stream in self._streams:
             if stream.last is not None:
                 raise ValueError(

@@ -121,7 +121,7 @@ def _compiled(
     terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", form_of(logits), form_of(labels))
     if form_uses_triton(backend, "cross_entropy", form_of(logits), form_of(labels)):
-        from .operators import untraced
+        from .untraced import untraced
 
         given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
         return untraced(cross_entropy, logits, labels, **given)  # type: ignore[no-any-return]

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import torch
 
+from ...watch.log import logger
 from ...zero.loss_scale import LossScaler
 from ...zero.optimizer import ShardedOptimizer
 from ..archive.run_state import restore_options
@@ -154,7 +155,14 @@ class LearningRates(StepFeature):
         # The config has another lr than the saved run. torch's schedulers compute a rate from the last rate, so both
         # scale.
         elif hasattr(self.scheduler, "base_lrs"):
-            self._scale_scheduler(saved["options"], now["lr"] / then["lr"])
+            if not then["lr"]:
+                logger.warning(
+                    "optimizer.params.lr: %s has no effect on %s, which continues with its saved rates: a saved 0 "
+                    "cannot be scaled",
+                    now["lr"],
+                    type(self.scheduler).__name__,
+                )
+            self._scale_scheduler(saved["options"], now["lr"] / then["lr"] if then["lr"] else 1.0)
         self.apply()
 
     def _scale_scheduler(self, saved: Sequence[Mapping[str, Any]], ratio: float) -> None:

@@ -112,6 +112,16 @@ def test_an_option_that_the_config_now_says_otherwise_is_the_configs(
     ]
 
 
+def test_a_scheduler_goes_on_if_the_saved_learning_rate_was_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """OneCycleLR sets all rates itself; a factor from a rate of 0 to another does not exist."""
+    options = {"lr_scheduler": SCHEDULERS["one cycle"]}
+    case = CASE.at(1, config={"optimizer": {**ADAMW, "params": {**ADAMW["params"], "lr": 0.0}}})
+    trip = Trip(case, CASE.at(1), options, steps_before=3)
+    before = save_trips([trip], tmp_path, 1)[0]
+    assert load_trips([trip], tmp_path, 1)[0].differences(before) == []
+    assert "optimizer.params.lr: 0.01 has no effect on OneCycleLR, which continues with its saved rates" in caplog.text
+
+
 # -- random generators -----------------------------------------------------------------------------------------------
 
 

@@ -63,10 +63,12 @@ def export_adapters(
     world = state.mesh.world
     with no_rank_alone(world, "engine.export()"):
         files = adapter_files(state)
+    with all_or_none(world, f"export to {display_path(folder)}"):
+        place = folder_path(folder)
     for file in files:
         plan = WeightsPlan.of_one(FILE, {new: tensors[name] for name, new in file.names.items()})
         write = partial(_write, plan=plan, state=state, dtype=wanted, names=file.names)
-        _export(world, Path(folder) / file.folder, plan, partial(dict, file.model_files), write)
+        _export(world, place / file.folder, plan, partial(dict, file.model_files), write)
 
 
 def export_merged(

@@ -281,6 +281,8 @@ def test_what_was_trained_of_a_model_by_hand_is_exported_and_a_base_beside_it_st
         engine.train_step(models.token_batch(0, 8))
         engine.export(tmp_path, adapters_only=True)
         trained = {name: value for name, value in engine.state_dict().items() if "lora_" in name}
+        text = refusal(engine.export, "", adapters_only=True, kind=CheckpointError)
+    assert text.startswith('export to "" failed on rank 0: expected the path of a folder')
     assert differences(safetensors_torch.load_file(tmp_path / "adapter_model.safetensors"), trained) == []
     assert (tmp_path / "model.safetensors").exists()
 

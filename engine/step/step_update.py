@@ -24,6 +24,10 @@ _IN_PART = (
     "zero_optimization.update_in_backward: this backward had updated some parameters before the error, others not; "
     "continue from a checkpoint (engine.load_checkpoint), or start again"
 )
+_CUT_SHORT = (
+    "engine.step(): an error interrupted this update, so some parameters may be updated and others not; continue from "
+    "a checkpoint (engine.load_checkpoint), or start again"
+)
 
 
 class StepUpdate:
@@ -124,8 +128,21 @@ class StepUpdate:
         """Finish the update of the step, and send new values to the other ranks. A collective.
 
         unused: ids of the parameters that stay as they are. skip: (1,) on the device, if the host does not know yet
-        whether the step counts; then call `end_skipped` later.
+        whether the step counts; then call `end_skipped` later. An error leaves a `fault`, except before any change.
         """
+        before = self._optimizer.num_steps_before
+        try:
+            self._end_step(factor, unused, what, skip)
+        except BaseException as error:
+            # `begin_step` counts after its refusals. A failure on the host is raised at each call until a load.
+            if self._optimizer.num_steps > before and not self._optimizer.has_failed:
+                if self._optimizer.counts.is_in_step:
+                    self._optimizer.uncount()
+                self.fault = _CUT_SHORT
+                error.add_note(_CUT_SHORT)
+            raise
+
+    def _end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None) -> None:
         self._release_what_changes()
         self._optimizer.counts.unused = unused
         pending: list[Pending] = []

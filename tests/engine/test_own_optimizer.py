@@ -19,9 +19,10 @@ from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
 from lowtide.optimizers import OPTIMIZERS
 from lowtide.optimizers.optimizer import Optimizer, OptimizerParams, Options, State, StateDtype
+from lowtide.zero.sequence import StateError
 from tests.engine.saving import Continuation, Trip, load_trips, save_trips
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import (
     Case,
     Outcome,
@@ -56,11 +57,11 @@ class NarrowWithAnUpdateOfItsOwn(Narrow):
 
 
 class NarrowThatFails(NarrowWithAnUpdateOfItsOwn):
-    errors: ClassVar[list[Exception]] = []  # of the next steps
+    errors: ClassVar[list[Exception | None]] = []  # of the next steps, the last first
 
     def step(self, closure: Any = None) -> Any:
-        if self.errors:
-            raise self.errors.pop()
+        if self.errors and (error := self.errors.pop()) is not None:
+            raise error
         return super().step(closure)
 
 
@@ -240,7 +241,7 @@ def the_record() -> Iterator[None]:
         yield
 
 
-def on_ranks(folder: Path) -> tuple[list[Outcome], list[Continuation]]:
+def train_and_save(folder: Path) -> tuple[list[Outcome], list[Continuation]]:
     trip = Trip(GPT.at(3), GPT.at(0))
     with the_record():
         outcomes = train_all([WIDE.at(stage) for stage in (0, 1, 2, 3)])
@@ -249,7 +250,7 @@ def on_ranks(folder: Path) -> tuple[list[Outcome], list[Continuation]]:
 
 
 def test_it_trains_as_torch_at_every_stage_and_goes_on_where_it_was_saved(ranks: RankPool, tmp_path: Path) -> None:
-    (*outcomes, own), (before, after) = ranks(2, on_ranks, tmp_path)[0]
+    (*outcomes, own), (before, after) = ranks(2, train_and_save, tmp_path)[0]
     expected = train_plainly(WIDE, 2, TWIN)
     for stage, outcome in enumerate(outcomes):
         assert_close(outcome, expected, 1e-9, 1e-9, f"stage {stage}")
@@ -269,12 +270,28 @@ def test_the_config_knows_its_names_its_keys_and_its_defaults() -> None:
         Config.load(CONFIG)
 
 
-def test_no_gradient_of_a_failed_update_remains() -> None:
-    norms = []
+@on_ranks(2)
+def test_an_update_that_fails_midway_ends_the_training_until_a_load(tmp_path: Path) -> None:
+    """Else a step would follow in which some parameters have an update more. No gradient of the failed step remains."""
+    found, told = [], ""
     for fails in (False, True):
         with start(CASE, optimizer=NarrowThatFails) as engine:
+            engine.save_checkpoint(tmp_path / str(fails))
             if fails:
-                NarrowThatFails.errors.append(MemoryError("full"))
-                assert refusal(take_step, engine, CASE, 0, kind=MemoryError) == "full"
-            norms.append(take_step(engine, CASE, 1).grad_norm)
-    assert norms[0] == norms[1]
+                before = engine.state_dict()
+                NarrowThatFails.errors += [MemoryError("full"), None]
+                with pytest.raises(MemoryError, match="full") as caught:
+                    take_step(engine, CASE, 0)
+                (told,) = caught.value.__notes__
+                after = engine.state_dict()
+                assert engine.rank or 0 < sum(map(torch.equal, before.values(), after.values())) < len(before)
+                for call in (partial(take_step, engine, CASE, 1), partial(engine.save_checkpoint, tmp_path / "half")):
+                    assert refusal(call, kind=StateError) == told
+                engine.load_checkpoint(tmp_path / str(fails))
+            result = take_step(engine, CASE, 1)
+            found.append((result.loss, result.grad_norm, engine.optimizer.num_steps))
+    assert found[0] == found[1]
+    assert told == (
+        "engine.step(): an error interrupted this update, so some parameters may be updated and others not; continue "
+        "from a checkpoint (engine.load_checkpoint), or start again"
+    )

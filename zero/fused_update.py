@@ -124,8 +124,10 @@ class FusedUpdate:
         return self.optimizer.name
 
     def lacks_state(self, options: Options) -> bool:
-        """Whether these options need a state that is not kept."""
-        return not set(self.optimizer.states_for(options)) <= set(self.optimizer.states_for(self.options))
+        """Whether these options need another rule, or a state that is not kept."""
+        return not _have_rule(self.optimizer, options) or not set(self.optimizer.states_for(options)) <= set(
+            self.optimizer.states_for(self.options)
+        )
 
     def takes(self, options: Options) -> bool:
         """Whether a parameter group may have these options: the same states and the same update."""
@@ -230,11 +232,15 @@ _NOTHING = torch.empty(0)
 
 def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
     """Whether our optimizer does the same as torch's with these options of a parameter group."""
+    return _have_rule(record, options) and all(
+        isinstance(value, (int, float, bool, str, tuple, list, type(None))) for value in options.values()
+    )
+
+
+def _have_rule(record: Optimizer, options: Mapping[str, Any]) -> bool:
     if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
         return False
-    if any(options.get(name, value) != value for name, value in record.torch_options.items()):
-        return False
-    return all(isinstance(value, (int, float, bool, str, tuple, list, type(None))) for value in options.values())
+    return all(options.get(name, value) == value for name, value in record.torch_options.items())
 
 
 def _of_whole(shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> ShardUpdate:

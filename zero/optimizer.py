@@ -30,6 +30,10 @@ BY_HAND = (
     "the optimizer, which has no gradients; call engine.step() instead. zero_grad() is not needed"
 )
 
+_LACKS_STATE = (
+    "optimizer: expected options that keep the rule and the states of the optimizer, found an option, set after "
+    "lowtide.initialize, that needs others, such as a momentum above 0, amsgrad or maximize; set it before"
+)
 _NO_STATE_DICT = (
     "{what}: expected engine.save_checkpoint and engine.load_checkpoint, which save and load the states of all ranks, "
     "found a call of the optimizer, whose states are divided over the ranks; engine.full(parameter, state) shows the "
@@ -106,7 +110,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def lacks_state(self) -> bool:
-        """Whether an option needs a state that is not kept: momentum of an SGD that began without."""
+        """Whether an option needs another rule, or a state that is not kept: momentum of an SGD that began without."""
         return any(map(self._update.lacks_state, self.param_groups))
 
     def step(self, closure: Any = None) -> NoReturn:
@@ -381,6 +385,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"{[len(group['params']) for group in self.param_groups]}; add groups with "
                 "engine.optimizer.add_param_group"
             )
+        if self.lacks_state:
+            raise ValueError(_LACKS_STATE)
         self.counts.begin()
         self._opt_called = True  # torch's schedulers check it to see that `step` was called
         if self._are_here:

@@ -313,6 +313,30 @@ def test_what_cannot_be_in_a_group(choose: Any, kind: type[Exception], words: st
         engine.train_step(models.vector_batch_float64(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("make", "option"),
+    [
+        (partial(torch.optim.SGD, lr=0.1), {"momentum": 0.9}),
+        (torch.optim.Adam, {"amsgrad": True}),
+        (torch.optim.AdamW, {"maximize": True}),
+    ],
+)
+def test_an_option_that_needs_another_rule_or_state_cannot_be_set_later(make: Make, option: dict[str, Any]) -> None:
+    model, batch = models.mlp_float64(), models.vector_batch_float64(0, 2)
+    with lowtide.initialize(model, CASE.as_config(), optimizer=make(model.parameters())) as engine:
+        (group,) = engine.optimizer.param_groups
+        before, weights = {name: group[name] for name in option}, engine.state_dict()
+        group.update(option)
+        assert refusal(engine.train_step, batch) == (
+            "optimizer: expected options that keep the rule and the states of the optimizer, found an option, set "
+            "after lowtide.initialize, that needs others, such as a momentum above 0, amsgrad or maximize; set it "
+            "before"
+        )
+        assert differences(weights, engine.state_dict()) == []
+        group.update(before)
+        engine.train_step(batch)
+
+
 def test_times_at_which_no_group_is_taken() -> None:
     model, optimizer, _ = Row("late").made()
     batch = models.vector_batch_float64(0, 2)

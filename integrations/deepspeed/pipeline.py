@@ -62,7 +62,12 @@ class PipelineEngine(DeepSpeedEngine):
                 'reduce_output other than "avg". Outputs of the last stage stay on its rank'
             )
         count = num_micro_batches or self.gradient_accumulation_steps()
-        batches = self._microbatches(self._iterator(data_iter), count)
+        batches = list(self._microbatches(self._iterator(data_iter), count))  # before the first message
+        if len(batches) < count:
+            raise ValueError(
+                f"the iterator given to eval_batch ended after {len(batches)} of {count} microbatches "
+                "(num_micro_batches, else gradient_accumulation_steps)"
+            )
         losses = [self.lowtide.eval_step(batch) for batch in batches]
         # As DeepSpeed's eval_batch leaves it. `train_batch` sets the mode again.
         self.module.eval()

@@ -67,6 +67,18 @@ def test_losses_of_a_pipeline_are_those_of_deepspeed() -> None:
 
 
 @on_ranks(2)
+def test_an_iterator_that_ends_within_a_batch_is_an_error_of_all_ranks() -> None:
+    """Not a mean over fewer microbatches. A training continues with another iterator."""
+    engine, data = started(layers()), drawn(2)
+    for count in (0, 1):
+        told = f"the iterator given to {{}} ended after {count} of 2 microbatches"
+        assert told.format("train_step") in refusal(engine.train_batch, iter(data[:count]))
+        assert told.format("eval_batch") in refusal(engine.eval_batch, iter(data[:count]))
+    assert torch.isfinite(engine.train_batch(iter(data))) and torch.isfinite(engine.eval_batch(iter(data)))
+    engine.destroy()
+
+
+@on_ranks(2)
 def test_a_pipeline_draws_its_training_data_in_order() -> None:
     pieces = batches(0, 4)
     rows = [(x, y) for xs, ys in pieces for x, y in zip(xs, ys, strict=True)]

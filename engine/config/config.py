@@ -471,8 +471,7 @@ def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
 
 def _sections(section: Section) -> Iterator[ConfigSection]:
     """Yield the sections within a section, at any depth."""
-    for name in type(section).model_fields:
-        value = getattr(section, name)
+    for value in vars(section).values():
         if isinstance(value, ConfigSection):
             yield value
             yield from _sections(value)

@@ -8,7 +8,8 @@
 
 [Note: flat groups] Below stage 3 a group is the concatenation of its parameters, padded at the end and cut into a
 shard for each rank. At stage 3 each parameter is padded to a multiple of the ranks and cut into equal rows, and a
-rank's flat group has its row of each parameter.
+rank's flat group has its row of each parameter. If a rank's rows of a group are more than `sub_group_size` elements, it
+has several flat groups for the group, of whole rows each.
 
 [Note: safe unpickling] The files are pickles. torch's restricted unpickler (`weights_only`) knows tensors and plain
 values. An object of any further class becomes an `_Unknown`, and nothing in a file is called.
@@ -228,7 +229,8 @@ class _Reading:
         ]
         bases = [part["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for part in self._parts]
         concatenate = self._concatenate_rows if is_stage_3 else self._concatenate_shards
-        for index, group in enumerate(shapes):
+        parts_of = self._sub_groups(shapes, masters[0]) if is_stage_3 else shapes
+        for index, group in enumerate(parts_of):
             concatenate([master[index].reshape(-1) for master in masters], group, self._weights)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
             for key, value in states[0].items():
@@ -242,6 +244,23 @@ class _Reading:
                         self._states.setdefault(name, {})[key] = values
         options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
         return [_options(group) for group in options] if len(options) == len(shapes) else []
+
+    def _sub_groups(self, shapes: Sequence[Mapping[str, Any]], flats: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """Return the shapes of the parameters in each flat group of a rank: see [Note: flat groups]."""
+        found: list[dict[str, Any]] = []
+        for group in shapes:
+            left = 0
+            for name, shape in group.items():
+                if left <= 0 and len(found) < len(flats):
+                    left = flats[len(found)].numel()
+                    found.append({})
+                found[-1][name] = shape
+                left -= self._row(shape)
+        return found
+
+    def _row(self, shape: Sequence[int]) -> int:
+        """Return the number of elements of a parameter on each rank at stage 3."""
+        return -(-math.prod(shape) // len(self._parts))
 
     def _concatenate_shards(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
         flat = torch.cat([part.float() for part in parts])
@@ -260,8 +279,7 @@ class _Reading:
         offset = 0
         for name, shape in group.items():
             numel = math.prod(shape)
-            # ceil(n / ranks): see [Note: flat groups].
-            row = -(-numel // len(parts))
+            row = self._row(shape)
             if offset + row > parts[0].numel():
                 raise CheckpointError(
                     f"{self._path}: expected {offset + row} elements on each rank for '{name}', "

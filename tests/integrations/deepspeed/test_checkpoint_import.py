@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from lowtide.deepspeed.checkpoint_files import load_pickle, read_deepspeed
 from lowtide.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.integrations.deepspeed.scripts import DATA, batches, engine_of, layers
 from tests.kit.ranks import on_ranks
-from tests.kit.training import refusal
+from tests.kit.training import differences, refusal
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +58,26 @@ def test_stages_have_the_same_values() -> None:
         torch.testing.assert_close(value, second.weights[name], atol=1e-6, rtol=0)
         for state, values in first.states[name].items():
             torch.testing.assert_close(values, second.states[name][state], atol=1e-6, rtol=0)
+
+
+def test_sub_groups_of_stage_3_are_read_as_a_whole_group(tmp_path: Path) -> None:
+    """A group of more elements than `sub_group_size` is several flat tensors, each with its states."""
+    sizes = [128 // 2 + 16 // 2, 256 // 2 + 16 // 2, 514 - 72 - 136]
+    shutil.copytree(DATA / "stage3", tmp_path / "saved")
+    for path in (tmp_path / "saved").rglob("*optim_states.pt"):
+        content = load_pickle(path)["optimizer_state_dict"]
+        base, (flat,) = content["optimizer_state_dict"], content["fp32_flat_groups"]
+        step, *moments = base["state"].pop(0).values()
+        for index, parts in enumerate(zip(*(moment.split(sizes) for moment in moments), strict=True)):
+            base["state"][index] = {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), parts, strict=True))}
+        part = {"fp32_flat_groups": list(flat.split(sizes)), "optimizer_state_dict": base}
+        torch.save({"optimizer_state_dict": part}, path)
+    found, expected = read_deepspeed(tmp_path / "saved"), read_deepspeed(DATA / "stage3")
+    assert found.num_updates == expected.num_updates and found.groups == expected.groups
+    assert found.group_names == expected.group_names
+    assert differences(found.weights, expected.weights) == [] and found.states.keys() == expected.states.keys()
+    for name, states in expected.states.items():
+        assert differences(found.states[name], states) == []
 
 
 def test_masters_of_bf16_are_float32() -> None:

@@ -52,6 +52,12 @@ class Preemption:
                 f"found '{threading.current_thread().name}'"
             )
         self._says_so = says_so
+        earlier = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
+        if isinstance(earlier, Preemption) and earlier._is_armed and says_so:
+            logger.warning(
+                "checkpoint.on_sigterm: another open engine of this process has it too; a signal saves the newest "
+                "alone, so set it in the config of a single engine, and save the others with it"
+            )
         for number in _REQUESTS:
             if number != signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)

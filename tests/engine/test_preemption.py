@@ -132,6 +132,17 @@ def test_another_thread_cannot_receive_signals() -> None:
     ]
 
 
+def test_the_second_engine_of_a_process_says_that_it_alone_is_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case, words = preempted_case(tmp_path), "checkpoint.on_sigterm: another open engine of this process has it too"
+    for _ in range(2):
+        with engine_for(case, 1):
+            assert words not in caplog.text
+    with engine_for(case, 1), engine_for(case, 1):
+        assert words in caplog.text
+
+
 def test_two_that_are_armed_give_the_signal_back_in_any_order(handler: list[int]) -> None:
     ours = signal.getsignal(signal.SIGTERM)
     for order in (1, -1):

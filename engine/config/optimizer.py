@@ -90,6 +90,12 @@ def optimizer_name(written: object) -> str:
     return next((one.name for one in OPTIMIZERS.values() if word in (one.name, *one.deepspeed_names)), word)
 
 
+def option_names(written: object) -> set[str]:
+    """Return the parameters that a type in any case or spelling takes; none for an unknown type."""
+    record = OPTIMIZERS.get(optimizer_name(written))
+    return set() if record is None else set(record.params.model_fields)
+
+
 def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] | None, list[str], list[Fault]]:
     """Return the section with our name of the type, notes, and faults (then without a section).
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 
 from ..engine.config.config import Config
+from ..engine.config.optimizer import option_names
 from .data_ranks import DataRank, only_cpu
 from .engine_config import EngineConfig, Source
 
 _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
+_BETAS, _EPS = ("adam_beta1", "adam_beta2"), ("adam_epsilon",)
 HELP = "lowtide's config: the name of a preset such as zero3, the path of a JSON file, or a dictionary."
 
 HELP_OF_MEAN = (
@@ -82,13 +85,30 @@ def _set_values(config: EngineConfig, args: Any) -> None:
     config.set_value("pipeline.microbatches", steps, "gradient_accumulation_steps")
     config.set_value("gradient_clipping", args.max_grad_norm, "max_grad_norm")
     config.set_value("seed", args.seed, "seed")
-    params = "optimizer.params"
+    params, section = "optimizer.params", config.values.get("optimizer")
+    if isinstance(section, dict):
+        section.setdefault("params", {})  # else its learning rate would be lowtide's
     config.set_value(f"{params}.lr", args.learning_rate, "learning_rate", fills_missing=True)
     config.set_value(f"{params}.weight_decay", args.weight_decay, "weight_decay", fills_missing=True)
-    config.set_value(f"{params}.betas", [args.adam_beta1, args.adam_beta2], "adam_beta1 and adam_beta2")
-    config.set_value(f"{params}.eps", args.adam_epsilon, "adam_epsilon")
+    betas = [args.adam_beta1, args.adam_beta2]
+    config.set_value(
+        f"{params}.betas", betas, "adam_beta1 and adam_beta2", fills_missing=_is_given(config, args, "betas", _BETAS)
+    )
+    config.set_value(
+        f"{params}.eps", args.adam_epsilon, "adam_epsilon", fills_missing=_is_given(config, args, "eps", _EPS)
+    )
     config.set_value("scheduler.params.warmup_min_lr", 0, "the Trainer", must_match=False)
     config.set_value("scheduler.params.warmup_max_lr", args.learning_rate, "learning_rate")
+
+
+def _is_given(config: EngineConfig, args: Any, key: str, names: Sequence[str]) -> bool:
+    """Return whether the arguments are not their defaults, and are a parameter of the config's optimizer.
+
+    A default does not count: optimizers such as Lion have other betas than Adam.
+    """
+    if not {key, "betas"} <= option_names(config.found("optimizer.type")):
+        return False
+    return any(getattr(args, name) != type(args).__dataclass_fields__[name].default for name in names)
 
 
 def refuse(args: Any, config: EngineConfig) -> None:

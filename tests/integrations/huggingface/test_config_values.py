@@ -86,9 +86,19 @@ def test_auto_is_filled_under_any_name_of_a_key_and_the_log_says_so(tmp_path: Pa
     )
 
 
-def test_a_missing_learning_rate_is_that_of_the_arguments(tmp_path: Path) -> None:
-    config = config_of({"optimizer": {"type": "AdamW", "params": {}}}, args(tmp_path, **OPTIONS))
-    assert config.values["optimizer"]["params"] == {"lr": 2e-3, "weight_decay": 0.02}
+def test_a_missing_option_of_the_optimizer_is_that_of_the_arguments(tmp_path: Path) -> None:
+    """Adam's, only if they were set: other optimizers have other defaults, or no such option."""
+
+    def params_of(section: dict[str, Any], **options: Any) -> Any:
+        return config_of({"optimizer": section}, args(tmp_path, **options)).check().as_dict()["optimizer"]["params"]
+
+    expected = {"lr": 2e-3, "weight_decay": 0.02, "betas": [0.9, 0.95], "eps": 1e-6}
+    for section in ({"type": "AdamW"}, {"type": "FusedAdam", "params": {}}):
+        assert expected.items() <= params_of(section, **OPTIONS).items()
+    assert params_of({"type": "Lion"}, **OPTIONS)["betas"] == [0.9, 0.95]
+    assert params_of({"type": "Lion"})["betas"] == [0.9, 0.99]
+    assert params_of({"type": "Adagrad"}, **OPTIONS)["eps"] == 1e-10
+    assert params_of({"type": "SGD"}, **OPTIONS)["lr"] == 2e-3
 
 
 def test_text_that_is_the_value_of_an_argument_contradicts_nothing(tmp_path: Path) -> None:

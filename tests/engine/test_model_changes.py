@@ -34,11 +34,11 @@ def change_first_row_through_data(model: Any) -> None:
 def change_and_step(change: Change, stage: int, config: dict[str, Any] | None = None, is_classic: bool = False) -> None:
     model: Any = models.tiny_gpt()
     model.position.requires_grad_(False)
-    engine = lowtide.initialize(model, settings(stage, **(config or {})))
-    batch = share_of(models.token_batch(0, 2 * engine.world_size))
-    engine.train_step(batch)
-    change(model)
-    engine(*batch) if is_classic else engine.train_step(batch)
+    with lowtide.initialize(model, settings(stage, **(config or {}))) as engine:
+        batch = share_of(models.token_batch(0, 2 * engine.world_size))
+        engine.train_step(batch)
+        change(model)
+        engine(*batch) if is_classic else engine.train_step(batch)
 
 
 def zeros(*shape: int) -> nn.Parameter:

@@ -76,6 +76,10 @@ class World:
         variables are missing, CollectiveError if a rank does not arrive.
         """
         chosen = _choose_device(device)
+        if chosen.type != "cpu":
+            # `_gather_bytes` and NCCL use the current device. Else all ranks of a host would take device 0. Before the
+            # group is made: a device that does not exist is an error here.
+            torch.accelerator.set_device_index(chosen)
         progress = Progress.of_this_process()
         began_alone = not dist.is_initialized() and not is_launched()
         if dist.is_initialized():
@@ -93,9 +97,6 @@ class World:
         owned = dist.group.WORLD in _USERS
         if owned:
             _USERS[dist.group.WORLD] += 1
-        if chosen.type != "cpu":
-            # `_gather_bytes` and NCCL use the current device. Else all ranks of a host would take device 0.
-            torch.accelerator.set_device_index(chosen)
         rank, size = dist.get_rank(), dist.get_world_size()
         progress.identify(rank, size)
         world = cls(rank, size, chosen, str(dist.get_backend()), owned, timeout_seconds, began_alone, progress)

@@ -39,6 +39,15 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(monkeypatch: py
     assert "the ranks make different numbers of engines. A slow rank needs a larger communication.timeout_s" in text
 
 
+def test_a_device_that_does_not_exist_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    monkeypatch.setattr("lowtide.comm.world._choose_device", lambda device: torch.device("cuda", 99))
+    monkeypatch.setattr("lowtide.comm.world.make_process_group", lambda *given: made.append(given))
+    with pytest.raises(Exception, match=r"(?i)cuda|accelerator|device"):
+        World.join("cuda:99")
+    assert made == []
+
+
 @pytest.mark.parametrize(("rank", "size"), [("3", "2"), ("2", "2"), ("-1", "2"), ("0", "0"), ("one", "2")])
 def test_a_rank_that_is_not_in_the_world_is_told_at_once(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
     set_variables(monkeypatch, **environment(0, 2, free_port()) | {"RANK": rank, "WORLD_SIZE": size})

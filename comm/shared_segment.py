@@ -172,7 +172,7 @@ class SharedCounters:
         self._values = memory.numpy().reshape(len(ranks), COUNTERS_NUMEL)
         self._rank = rank
         self._ranks = ranks
-        self._processes = [psutil.Process(pid) for pid in pids]
+        self._processes = [_process_of(pid) for pid in pids]
         self._timeout_seconds = timeout_seconds
         self._channel = channel
         # Runs in `close`, or at interpreter exit if the script has not closed its engine.
@@ -261,7 +261,17 @@ def _is_failing() -> bool:
     return error is not None and not is_end
 
 
-def _is_alive(process: psutil.Process) -> bool:
+def _process_of(pid: int) -> psutil.Process | None:
+    """Return the process, or None if it has ended already."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def _is_alive(process: psutil.Process | None) -> bool:
+    if process is None:
+        return False
     try:
         # `is_running` compares the time of creation, so a new process with the same id does not count.
         # A dead rank stays a zombie until its parent, often the launcher, asks for its status.

@@ -6,6 +6,7 @@ And whoever waits for counters of others learns who will not come.
 import errno
 import os
 import resource
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_a_file_takes_no_memory_while_it_has_a_name_and_a_lost_rank_leaves_none(
 
     assert refusal(map_together, 1 << 20, "gradients", 0, [0], gather, kind=CollectiveError) == "rank 1 died."
     assert seen == [[0], [0], []][:number] and not files()
+
+
+def test_a_rank_that_died_before_the_others_looked_is_named() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    memory = torch.zeros(2 * COUNTERS_NUMEL, dtype=torch.int64)
+    here = SharedCounters(memory, 0, (0, 1), [os.getpid(), process.pid], 20.0, mock.Mock())
+    here.store(POSTED, 1)
+    with pytest.raises(CollectiveError, match=r"^rank 0 in a gather: rank 1 died"):
+        here.wait_for(POSTED, 1, "a gather", 0)
+    here.close()
 
 
 def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,14 @@ def claim(path: str) -> bool:
     # The handler keeps `handle` as long as the process lives. The next line tells readers that the handler exists: the
     # signal would end a process without it.
     faulthandler.register(SIGNAL, file=handle, all_threads=True)
-    os.write(handle, f"{os.getpid()} {_started(os.getpid())}\n".encode())
+    try:
+        os.write(handle, f"{os.getpid()} {_started(os.getpid())}\n".encode())
+    except OSError:
+        # Else the next call would find the path claimed, by nobody.
+        faulthandler.unregister(SIGNAL)
+        os.close(handle)
+        os.unlink(stacks)
+        raise
     return True
 
 

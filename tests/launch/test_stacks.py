@@ -1,5 +1,7 @@
 """Stacks of a rank that hangs anywhere, and a sentence where there are none; nobody else is ever signalled."""
 
+import errno
+import faulthandler
 import os
 import signal
 import subprocess
@@ -30,6 +32,22 @@ hang_here()
 SLEEPS = HANGS.format(imports="time", hang="time.sleep(60)")
 BYSTANDER = "import time; print('ready', flush=True); time.sleep(60)"
 NONE = "(no stack: the process has ended, or it has not imported lowtide)"
+
+
+def test_a_path_that_could_not_be_claimed_for_lack_of_room_is_claimed_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not taken for the path of another process: `initialize` tries again, and warns."""
+
+    def full(*given: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space left"):
+            stacks.claim(str(path))
+    assert stacks.claim(str(path)) and stacks.owner(str(path)) == os.getpid()
+    faulthandler.unregister(stacks.SIGNAL)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from .host_memory import OffloadError
 
 ALIGNMENT_BYTES = 4096  # of memory, offsets and lengths: enough for O_DIRECT on every device
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux only
-_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
+REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 SECTOR_BYTES = 4096  # the unit that `Checksum` weights
 _WORDS = SECTOR_BYTES // 8
@@ -77,7 +77,7 @@ class BlockFile:
             if nbytes and hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(self._descriptor, 0, nbytes)
         except OSError as error:
-            if error.errno in _REFUSALS:  # the file system cannot allocate: the check above must do
+            if error.errno in REFUSALS:  # the file system cannot allocate: the check above must do
                 return
             raise OffloadError(f"{wanted}, and cannot allocate them, with {free:,} free: {_cause(error)}") from error
 
@@ -122,7 +122,7 @@ class BlockFile:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in REFUSALS:
                 raise
             logger.warning(
                 "%s: rank %d: the file system refuses O_DIRECT. Offload goes through the page cache, which is slower "

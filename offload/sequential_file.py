@@ -10,7 +10,6 @@ go through the page cache.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import queue
@@ -18,6 +17,7 @@ import threading
 from types import TracebackType
 from typing import Any, Self
 
+from .block_file import REFUSALS
 from .host_memory import allocate_host
 
 BLOCK_BYTES = 4 << 20
@@ -130,7 +130,7 @@ def _open_new(path: str | os.PathLike[str]) -> int:
     try:
         return os.open(path, flags | _DIRECT, 0o666)
     except OSError as error:
-        if not _DIRECT or error.errno != errno.EINVAL:
+        if not _DIRECT or error.errno not in REFUSALS:
             raise
         return os.open(path, flags, 0o666)
 
@@ -141,7 +141,7 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
         try:
             count = os.pwrite(descriptor, data[done:], offset + done)
         except OSError as error:
-            if error.errno != errno.EINVAL or not _leave_direct(descriptor):
+            if error.errno not in REFUSALS or not _leave_direct(descriptor):
                 raise
             continue
         done += count

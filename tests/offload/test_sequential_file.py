@@ -31,7 +31,7 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
     def refusing(path: Any, flags: int, *rest: Any, **options: Any) -> int:
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
         return real(path, flags, *rest, **options)
 
     if request.param == "cached":
@@ -78,12 +78,15 @@ def write_as(monkeypatch: pytest.MonkeyPatch, path: Path, change: Any) -> None:
     assert path.read_bytes() == content
 
 
-def test_direct_writes_that_are_refused_later_go_through_the_cache(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_direct_writes_that_are_refused_later_go_through_the_cache(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """Some file systems take the flag and refuse the write."""
 
     def refuse(descriptor: int, data: Any) -> Any:
         if is_direct(descriptor):
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            raise OSError(number, os.strerror(number))
         return data
 
     write_as(monkeypatch, path, refuse)

@@ -134,6 +134,8 @@ class ParameterStates:
             for index, name in enumerate(shard.group.layout.names):
                 if name in params:
                     self._update.reset_states(shard, index)
+                    if shard.gradient.low_rank is not None:
+                        shard.gradient.low_rank.forget(index)
         # As if it had missed every step, so that its bias correction begins again.
         for param in params.values():
             self._counts.missed[id(param)] = self._counts.num_steps

@@ -213,6 +213,12 @@ class PowerSGDReducer(GradientReducer):
         super().reset()
         self._tried = {}
 
+    def forget(self, index: int) -> None:
+        """Begin the error and Q of a parameter anew."""
+        self.factors.pop(index, None)
+        if index in self.errors:
+            self.errors[index].zero_()
+
     def make_errors(self, num_steps: int) -> None:
         """Take zeroed memory for the errors of a run of `num_steps` steps."""
         self._tried = {}

@@ -17,7 +17,7 @@ from lowtide.zero.powersgd import PowerSGDOptions, ThinLayout
 from lowtide.zero.sign_update import SignLayout
 from tests.engine.saving import Trip, load_trips, save_trips
 from tests.kit.models import short_gpt, short_gpt_float64, tiny_gpt_float64, token_batch
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import (
     Case,
     Outcome,
@@ -280,6 +280,23 @@ def bytes_apart(case: Case) -> str:
 def test_errors_are_in_the_planned_bytes(ranks: RankPool) -> None:
     """Those of PowerSGD are asked in tests/laws."""
     assert ranks(2, bytes_apart, signs(bf16={"enabled": True})) == [""] * 2
+
+
+@on_ranks(2)
+def test_reset_states_forgets_what_was_not_sent() -> None:
+    """Else the gradients of the old weights would be added to those of the new."""
+    with trained(low_rank(1), 4) as engine:
+
+        def has_errors() -> dict[str, bool]:
+            found = engine.optimizer.by_parameter.rank_states()
+            return {shard.group.layout.names[part.index]: bool(error.any()) for shard, part, _, error in found}
+
+        before = has_errors()
+        reset, *others = before
+        engine.reset_states(reset)
+        assert others and all(before.values()) and has_errors() == before | {reset: False}
+        take_step(engine, low_rank(1), 4)
+        assert all(has_errors().values())
 
 
 def one_batch(step: int, rows: int) -> tuple[Tensor, ...]:

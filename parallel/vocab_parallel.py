@@ -108,6 +108,11 @@ class VocabParallelLogits:
             raise AttributeError(name)
         if name.endswith("_"):
             _refuse_change(name)
+        if name in ("register_hook", "retain_grad"):
+            raise TypeError(
+                f"{name}: logits of a head that parallel.tensor has split have no gradient of all logits on a rank; "
+                'set "column_gathered" for the head in tensor_parallel.plan'
+            )
         return getattr(self.whole(), name)
 
     def __setitem__(self, index: Any, value: Any) -> None:

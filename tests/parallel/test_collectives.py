@@ -166,6 +166,10 @@ def test_a_change_in_place_and_a_target_that_is_no_token_are_refused() -> None:
         parts = VocabParallelLogits(torch.ones(2, NUMEL), NUMEL, 0, alone_at(1, 0))
         text = refusal(change, parts, kind=TypeError)
         assert f"cannot be changed in place, found {name}; use a function" in text
+    for name, given in (("register_hook", (print,)), ("retain_grad", ())):
+        parts = VocabParallelLogits(torch.ones(2, NUMEL, requires_grad=True), NUMEL, 0, alone_at(1, 0))
+        text = refusal(lambda: getattr(parts, name)(*given), kind=TypeError)  # noqa: B023  (called at once)
+        assert text.startswith(f"{name}: logits of a head that parallel.tensor has split have no gradient of all")
     x, target = logits()
     parts = VocabParallelLogits(x[0], NUMEL, 0, alone_at(1, 0))
     text = refusal(parts.cross_entropy, target[0] + NUMEL, -100, kind=IndexError)

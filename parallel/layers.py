@@ -7,7 +7,7 @@ columns: their outputs are summed once per layer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -209,17 +209,13 @@ class SplitLayers:
     # -- columns --------------------------------------------------------------------------------------------------
 
     def _before_columns(self, layer: LayerSplit, parent: nn.Module, module: nn.Module, args: Any) -> Any:
-        if not args:
-            raise ValueError(
-                f"'{layer.name}': a split layer expects its input as a positional argument, found none; call it as "
-                "layer(x)"
-            )
+        given = _input_of(layer, args)
         parts = self._parts_around(module)
-        x = None if parts is None else parts.for_columns(args[0], module, layer.name)
+        x = None if parts is None else parts.for_columns(given, module, layer.name)
         if x is None:
             # No layer shares the input of a LoRA matrix. If its copy were kept, it would replace the copy that the next
             # projection (keys, values) shares.
-            x = self._copied(args[0], layer.name, is_kept=id(parent) not in self._in_adapters or is_lora(parent))
+            x = self._copied(given, layer.name, is_kept=id(parent) not in self._in_adapters or is_lora(parent))
         # Within a region the block has left the common stream. Behind a gathered layer all ranks compute the same.
         is_drawn = layer.style is Style.COLUMN and parent.training and id(module) not in self._in_adapters
         if parts is None and self._randomness is not None and is_drawn:
@@ -251,7 +247,7 @@ class SplitLayers:
         if self._randomness is not None and (self._parts is None or not self._parts.has(module)):
             self._randomness.return_to_common()
         self._last = None
-        x = args[0]
+        x = _input_of(layer, args)
         low, high = layer.inputs[self._exchange.place]
         whole = layer.inputs[-1][1]
         if x.shape[-1] == high - low:
@@ -301,7 +297,7 @@ class SplitLayers:
         return total.view_as(total) if torch._C._len_torch_function_stack() else total
 
     def _before_logits(self, layer: LayerSplit, module: nn.Module, args: Any) -> Any:
-        return self._copied(args[0], layer.name), *args[1:]
+        return self._copied(_input_of(layer, args), layer.name), *args[1:]
 
     def _behind_logits(self, first: int, numel: int, module: nn.Module, args: Any, own: Tensor) -> VocabParallelLogits:
         """Wrap local logits. They may be tiled logits that are not computed yet."""
@@ -326,6 +322,15 @@ def _leave(randomness: Randomness, outer: nn.Module, module: nn.Module, *_: obje
 
 def _return(randomness: Randomness, *_: object) -> None:
     randomness.return_to_common()
+
+
+def _input_of(layer: LayerSplit, args: Sequence[Any]) -> Any:
+    """Return the first of the arguments. Raises ValueError without: a hook does not see named arguments."""
+    if not args:
+        raise ValueError(
+            f"'{layer.name}': a split layer expects its input as a positional argument, found none; call it as layer(x)"
+        )
+    return args[0]
 
 
 def _hook_gradient(param: nn.Parameter, hook: Any, patches: ModelPatches) -> None:

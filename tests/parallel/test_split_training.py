@@ -230,6 +230,30 @@ def test_the_gradient_of_a_split_head_is_written_in_place() -> None:
     assert found == [((2, 4, 512), True)]
 
 
+class Naming(nn.Module):
+    """Calls a layer with a named argument, which hooks do not see."""
+
+    def __init__(self, named: str) -> None:
+        super().__init__()
+        self.named = named
+        self.up, self.down, self.head = nn.Linear(4, 8), nn.Linear(8, 4, bias=False), nn.Linear(4, 6, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in ("up", "down", "head"):
+            layer = self.get_submodule(name)
+            x = layer(input=x) if name == self.named else layer(x)
+        return functional.cross_entropy(x, torch.zeros(len(x), dtype=torch.int64))
+
+
+@pytest.mark.parametrize("named", ["up", "down", "head"])
+@on_ranks(2)
+def test_a_named_input_of_a_split_layer_is_an_error_with_its_name(named: str) -> None:
+    plan = {"plan": {"up": "column", "down": "row", "head": "vocabulary"}}
+    with lowtide.initialize(Naming(named), settings(optimizer=SGD, tensor_parallel=plan, **TENSOR)) as engine:
+        text = refusal(engine.train_step, torch.ones(2, 4))
+    assert f"'{named}': a split layer expects its input as a positional argument, found none; call it as " in text
+
+
 def llama() -> nn.Module:
     return adapted(others.grouped_llama(), LAYERS)
 

@@ -1,8 +1,6 @@
 """`lowtide export`: what engine.export would have written, from a checkpoint and without its ranks."""
 
 import os
-import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +10,7 @@ from torch import Tensor
 
 import lowtide
 from lowtide.bin.main import main
-from lowtide.checkpoint.files import data_name, index_name
-from lowtide.checkpoint.index import RankIndex
-from tests.checkpoint.making import resign, write
+from tests.checkpoint.making import write
 from tests.engine import test_adapters as adapters
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
 from tests.kit.hugging_face import small
@@ -134,21 +130,6 @@ def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
-def add_model_file(name: str, content: dict[str, Any]) -> None:
-    content["model_files"][name] = {}
-
-
-def test_names_out_of_a_checkpoint_lead_nowhere_else(tmp_path: Path, capsys: Capture) -> None:
-    write(tmp_path / "in", {"w": torch.ones(3)}, "a", compute_dtypes=FLOAT32)
-    for number, name in enumerate(("../../x.json", f"{tmp_path}/x.json", "model.safetensors.index.json")):
-        write(tmp_path / "in", {"w": torch.ones(3)}, f"a{number}", compute_dtypes=FLOAT32)
-        resign(tmp_path / "in" / f"a{number}", partial(add_model_file, name))
-        text = refused(capsys, tmp_path / "in", tmp_path / "out" / "deep")
-        assert "expected a file name that ends in .json, without slashes and" in text
-    assert {path.name for path in tmp_path.iterdir()} == {"in"}
-    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--tag", "a"]) == 0
-
-
 @pytest.mark.parametrize("content", [3, [], {"dtype": {"dtype": 3}}])
 def test_a_model_configuration_may_be_odd(tmp_path: Path, content: Any, capsys: Capture) -> None:
     files = {"config.json": content}
@@ -168,18 +149,6 @@ def test_paths_that_are_none_are_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert absent.startswith(f"lowtide export: {tmp_path}/absent: expected a folder with")
     assert refused(capsys, "in", "file/out").startswith("lowtide export: [Errno 20] Not a directory: ")
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file"}
-
-
-def test_a_damaged_checkpoint_leaves_the_earlier_export(saved: Saved, tmp_path: Path, capsys: Capture) -> None:
-    folder = Path(shutil.copytree(saved[0] / "two", tmp_path / "two"))
-    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
-    before = contents(tmp_path / "out")
-    data = folder / data_name(0)
-    damaged = bytearray(data.read_bytes())
-    damaged[RankIndex.from_json((folder / index_name(0)).read_bytes()).rows[0].values_offset] ^= 1
-    data.write_bytes(damaged)
-    assert "the file is altered" in refused(capsys, folder, tmp_path / "out")
-    assert contents(tmp_path / "out") == before
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
 
@@ -285,21 +284,6 @@ def test_a_nan_is_named_with_parameter_rank_and_step(transport: str, world_size:
                 f"on {producer}. No parameter was updated."
             )
             assert differences(before, engine.state_dict()) == []
-
-
-@pytest.mark.parametrize(("transport", "world_size"), [("sockets", 1), ("shared_memory", 2)])
-@on_ranks("world_size")
-def test_float16_skips_the_step_on_every_rank_and_halves_the_scale(transport: str, world_size: int) -> None:
-    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
-    for stage in STAGES:
-        with engine_with_fault(stage, transport, torch.inf, 1, world_size - 1, fp16=fp16) as engine:
-            results, states = [], [engine.state_dict()]
-            for _ in range(3):
-                results.append(engine.train_step((torch.randn(2, 40),)))
-                states.append(engine.state_dict())
-            has_changed = [bool(differences(a, b)) for a, b in pairwise(states)]
-            assert engine.rank != 0 or has_changed == [True, False, True]
-        assert [(r.skipped, r.loss_scale) for r in results] == [(False, 16.0), (True, 16.0), (False, 8.0)]
 
 
 def test_a_finite_gradient_whose_square_is_not_is_named_too() -> None:

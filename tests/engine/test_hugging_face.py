@@ -183,8 +183,7 @@ def trained(build: Any, every: int, **more: Any) -> list[Tensor]:
         return [*losses, given, *(value.clone() for value in engine.state_dict().values())]
 
 
-@pytest.mark.parametrize("build", [double_llama, double_t5])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("build", "every"), [(double_llama, 1), (double_t5, 2)])
 def test_a_cache_changes_nothing(build: Any, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(logger, "info", lambda text, *args: said.append(text % args))

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from tests.kit.grids import pairs
@@ -64,7 +63,7 @@ class GptBlock(nn.Module):
 class Gpt(nn.Module):
     """A tied head; weights that are drawn in a second pass, and some in a third."""
 
-    def __init__(self, checkpointed: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.transformer = nn.ModuleDict(
             {
@@ -76,7 +75,6 @@ class Gpt(nn.Module):
         )
         self.head = nn.Linear(WIDTH, TOKENS, bias=False)
         self.get_submodule("transformer.wte").weight = self.head.weight
-        self.checkpointed = checkpointed
         self.apply(self._draw)
         for name, param in self.named_parameters():
             if name.endswith("c_proj.weight"):
@@ -89,11 +87,8 @@ class Gpt(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         parts = dict(self.transformer.named_children())
         x = parts["wte"](tokens) + parts["wpe"](torch.arange(LENGTH))
-        recomputes = self.checkpointed and torch.is_grad_enabled()
-        if recomputes:
-            x.requires_grad_()  # as transformers' enable_input_require_grads
         for block in parts["h"].children():
-            x = checkpoint(block, x, use_reentrant=True) if recomputes else block(x)
+            x = block(x)
         return self.head(parts["ln_f"](x))
 
 
@@ -102,27 +97,6 @@ def decayed_by_dimension(model: nn.Module) -> torch.optim.Optimizer:
     matrices, others = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
-
-
-class Adapter(nn.Module):
-    """LoRA: a frozen layer, and a product of two narrow ones beside it."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base
-        self.down = nn.Linear(base.in_features, 2, bias=False)
-        self.up = nn.Linear(2, base.out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-def adapted_gpt(checkpointed: bool = False) -> nn.Module:
-    model = Gpt(checkpointed).requires_grad_(False)
-    for module in list(model.modules()):
-        if isinstance(module, Attention):
-            module.c_attn = Adapter(module.c_attn)  # type: ignore[assignment]
-    return model
 
 
 class Recurrent(nn.Module):
@@ -292,8 +266,6 @@ def mixture_loss(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
 FAMILIES: dict[str, Family] = {
     "nanoGPT": Family(Gpt, "tokens", language_loss, decayed_by_dimension),
     "minGPT as a callable": Family(Gpt, "tokens", language_loss, from_callable=True),
-    "LoRA": Family(adapted_gpt, "tokens", language_loss),
-    "LoRA with reentrant checkpointing": Family(lambda: adapted_gpt(True), "tokens", language_loss),
     "LSTM and GRU": Family(Recurrent, "tokens", language_loss),
     "ResNet": Family(ResNet, "images", class_loss),
     "ViT": Family(Vit, "images", class_loss),

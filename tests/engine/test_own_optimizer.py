@@ -27,7 +27,6 @@ from tests.kit.training import (
     Case,
     Outcome,
     Scheduled,
-    adamw,
     assert_close,
     refusal,
     start,
@@ -155,28 +154,16 @@ def train_with_instances(case: Case) -> list[Outcome]:
     return outcomes
 
 
-@pytest.mark.parametrize(("stage", "world_size"), [(0, 1), (3, 2)])
-def test_an_instance_keeps_its_groups_and_its_scheduler(ranks: RankPool, stage: int, world_size: int) -> None:
-    case = CASE.at(stage, steps=4)
-    for make, outcome in zip(MAKES, ranks(world_size, train_with_instances, case)[0], strict=True):
+def test_an_instance_keeps_its_groups_and_its_scheduler(ranks: RankPool) -> None:
+    """On one rank: `tests/engine/test_schedules.py`."""
+    case = CASE.at(3, steps=4)
+    for make, outcome in zip(MAKES, ranks(2, train_with_instances, case)[0], strict=True):
 
         def scheduled(params: Any, make: Any = make) -> Any:
             return Scheduled(two_groups(make, params), with_two_rates)
 
-        assert_close(outcome, train_plainly(case, world_size, scheduled), 1e-9, 1e-9, str(make))
+        assert_close(outcome, train_plainly(case, 2, scheduled), 1e-9, 1e-9, str(make))
         assert outcome.lrs == [2e-2, 1e-2, 5e-3, 2.5e-3]
-
-
-@pytest.mark.parametrize("update_in_backward", [False, True])
-def test_a_scheduler_may_be_a_callable_that_gets_the_optimizer(update_in_backward: bool) -> None:
-    zero = {"zero_optimization": {"update_in_backward": update_in_backward}}
-    case = Case(models.mlp_float64, models.vector_batch_float64, stage=2, config=zero)
-    make_scheduler = partial(LambdaLR, lr_lambda=decay)
-
-    def scheduled(params: Any) -> Any:
-        return Scheduled(adamw(params), make_scheduler)
-
-    assert_close(train(case, lr_scheduler=make_scheduler), train_plainly(case, 1, scheduled), 1e-9, 1e-9)
 
 
 WHOLE = 'found {}, which updates whole parameters; set "optimizer": {{"type": "{}"'

@@ -3,17 +3,14 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.offload import FileStore, OffloadError
 from tests.engine.test_activation_checkpointing import RECOMPUTED, Noisy
 from tests.kit import models
 from tests.kit.ranks import RankPool
-from tests.kit.training import Case, assert_alike, take_step, train_all, trained
+from tests.kit.training import Case, assert_alike, train_all
 
 BUDGET = 17_000  # the logits have 16856 bytes, any other saved activation 1232 to 3696
 GPT = Case(models.tiny_gpt, models.token_batch, steps=2)
@@ -51,23 +48,3 @@ def test_models_of_all_kinds_train_the_same(ranks: RankPool, tmp_path: Path) -> 
     outcomes = ranks(2, train_all, [one for case in cases for one in (case, offloaded(case, tmp_path))])[0]
     for case, *both in zip(cases, outcomes[::2], outcomes[1::2], strict=True):
         assert_alike(both, case)
-
-
-def losses_with_failures(case: Case, fails: bool) -> list[float]:
-    """Of three steps. fails: the store does, in the forward before the second and in the backward before the third."""
-    losses = []
-    with trained(case, 0) as engine:
-        for step in range(3):
-            if fails and step:
-                refuses = mock.patch.object(
-                    FileStore, "save" if step == 1 else "load", side_effect=OffloadError("gone")
-                )
-                with refuses, pytest.raises(OffloadError, match="This step has changed no parameter"):
-                    take_step(engine, case, step)
-            losses.append(take_step(engine, case, step).loss.item())
-    return losses
-
-
-def test_the_step_after_a_failed_one_is_the_same(ranks: RankPool, tmp_path: Path) -> None:
-    case = offloaded(GPT.at(3), tmp_path)
-    assert ranks(2, losses_with_failures, case, True) == ranks(2, losses_with_failures, case, False)

@@ -39,17 +39,6 @@ def test_bytes_come_back_and_memory_is_the_pools(tmp_path: Path) -> None:
     assert pool.peak_bytes == 2 * BUFFER and pool.bytes_in_use == 0
 
 
-def test_transfers_of_a_key_are_in_order_though_saves_are_not_waited_for() -> None:
-    store = StagedStore(SlowStore(0.002), HostPool())
-    for seed in range(5):
-        store.save("a", values(seed))
-    assert torch.equal(loaded(store, "a"), values(4))
-    store.drop("a")
-    store.save("a", values(9))
-    assert torch.equal(loaded(store, "a"), values(9))
-    store.close()
-
-
 def test_the_callers_bytes_are_free_before_the_store_has_them() -> None:
     store, given = StagedStore(SlowStore(0.2), HostPool()), values(0)
     save = store.save("a", given)
@@ -68,10 +57,3 @@ def test_a_save_that_failed_later_is_told_on_load() -> None:
     assert refusal(loaded, store, "a", kind=OffloadError) == "the disk of the test is gone (load)"
     store.close()
     assert pool.bytes_in_use == 0
-
-
-def test_a_pool_without_room_says_so() -> None:
-    store = StagedStore(SlowStore(), HostPool(BUFFER - 1))
-    text = refusal(store.save, "a", values(0), kind=OffloadError)
-    assert "0 bytes in use + 12,288 wanted = 12,288 > limit 12,287" in text
-    store.close()

@@ -111,22 +111,6 @@ def test_a_key_may_be_dropped_while_it_is_moved(store: Store) -> None:
         assert torch.equal(loaded(store, f"other {index}", len(other)), other)
 
 
-def test_updates_of_rows_that_are_no_multiple_of_a_sector(store: Store) -> None:
-    """Ten rounds of load, add, save on fp32 rows give what memory alone gives, to the bit."""
-    widths = [width * rows for width in (384, 640, 896) for rows in (1, 3, 7)]
-    expected = [torch.randn(width, generator=torch.Generator().manual_seed(width)) for width in widths]
-    for index, state in enumerate(expected):
-        store.save(str(index), state.view(torch.uint8)).wait()
-    for step in range(10):
-        for index, state in enumerate(expected):
-            buffer = loaded(store, str(index), state.nbytes)
-            for values in (state, buffer.view(torch.float32)):
-                values.mul_(0.9).add_(step)
-            store.save(str(index), buffer).wait()
-    for index, state in enumerate(expected):
-        assert torch.equal(loaded(store, str(index), state.nbytes).view(torch.float32), state)
-
-
 # -- what callers do wrong --------------------------------------------------------------------------------------------
 
 

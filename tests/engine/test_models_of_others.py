@@ -1,10 +1,8 @@
 """Models as people have them train with nothing changed but a `loss_fn`, and as in plain torch."""
 
-import functools
-import math
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from torch.nn import functional
 import lowtide
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
+from tests.kit.training import ROWS, Case, Outcome, assert_close, take_step, train, train_plainly
 
 TOKENS, LENGTH, WIDTH = 23, 5, 8
 Batch = tuple[Tensor, ...]
@@ -92,8 +91,8 @@ class Gpt(nn.Module):
         return self.head(parts["ln_f"](x))
 
 
-def decayed_by_dimension(model: nn.Module) -> torch.optim.Optimizer:
-    params = list(model.parameters())
+def decayed_by_dimension(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+    params = list(params)
     matrices, others = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
@@ -110,7 +109,7 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(WIDTH, TOKENS)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        lengths = torch.tensor([3, LENGTH, 2, 4])
+        lengths = torch.tensor([3, LENGTH])
         packed = nn.utils.rnn.pack_padded_sequence(self.lstm(self.embedding(tokens))[0], lengths, True, False)
         self.gru.flatten_parameters()
         return self.head(nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], True)[0])
@@ -248,108 +247,86 @@ def scripted() -> nn.Module:
         return nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
 
 
-@dataclass(frozen=True)
-class Family:
-    """How a model is made and trained: from vectors, (rows, WIDTH), tokens or images."""
-
-    build: Callable[[], nn.Module]
-    kind: str
-    loss: Callable[[Any, Batch], Tensor]
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None
-    from_callable: bool = False
-
-
 def mixture_loss(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
     return language_loss(output[0], batch) + 0.1 * output[1]
 
 
-FAMILIES: dict[str, Family] = {
-    "nanoGPT": Family(Gpt, "tokens", language_loss, decayed_by_dimension),
-    "minGPT as a callable": Family(Gpt, "tokens", language_loss, from_callable=True),
-    "LSTM and GRU": Family(Recurrent, "tokens", language_loss),
-    "ResNet": Family(ResNet, "images", class_loss),
-    "ViT": Family(Vit, "images", class_loss),
-    "experts": Family(Mixture, "tokens", mixture_loss),
-    "hypernetwork": Family(Hypernetwork, "vectors", square),
-    "blocks by torch.jit": Family(scripted, "vectors", square),
-    "torch.func": Family(Transformed, "vectors", square),
-}
+def drawn(step: int) -> torch.Generator:
+    return torch.Generator().manual_seed(step)
 
 
-def batch_of(kind: str, step: int, rank: int) -> Batch:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    if kind == "tokens":
-        return (torch.randint(TOKENS, (4, LENGTH), generator=generator),)
-    if kind == "images":
-        return (torch.randn(4, 3, 8, 8, generator=generator),)
-    return (torch.randn(4, WIDTH, generator=generator),)
+def tokens(step: int, rows: int) -> Batch:
+    return (torch.randint(TOKENS, (rows, LENGTH), generator=drawn(step)),)
+
+
+def images(step: int, rows: int) -> Batch:
+    return (torch.randn(rows, 3, 8, 8, generator=drawn(step)),)
+
+
+def vectors(step: int, rows: int) -> Batch:
+    return (torch.randn(rows, WIDTH, generator=drawn(step)),)
 
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a larger eps: gradients near 0 are rounding
-STEPS = 2
-
-
-@dataclass
-class Outcome:
-    losses: list[float]
-    evaluation: float
-    state: dict[str, Tensor]
-
-
-@functools.cache
-def train_plainly(name: str, world_size: int) -> Outcome:
-    family = FAMILIES[name]
-    torch.manual_seed(0)
-    model = family.build()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = family.optimizer(model) if family.optimizer else torch.optim.AdamW(trained, **OPTIONS)
-    losses = []
-    for step in range(STEPS):
-        batches = [batch_of(family.kind, step, rank) for rank in range(world_size)]
-        loss = torch.stack([family.loss(model(*batch), batch) for batch in batches]).mean()
-        loss.backward()
-        for param in trained:
-            if param.grad is not None and param.grad.is_sparse:  # which AdamW does not take
-                param.grad = param.grad.to_dense()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    model.eval()
-    batch = batch_of(family.kind, STEPS, 0)
-    with torch.no_grad():
-        return Outcome(losses, family.loss(model(*batch), batch).item(), dict(model.state_dict()))
-
-
-def train(name: str, stage: int, transport: str) -> Outcome:
-    family = FAMILIES[name]
-    torch.manual_seed(0)
-    model = family.build if family.from_callable else family.build()
-    config: dict[str, Any] = {"zero_optimization": {"stage": stage}, "communication": {"transport": transport}}
-    optimizer = None
-    if family.optimizer is not None:
-        assert isinstance(model, torch.nn.Module)
-        optimizer = family.optimizer(model)
-    else:
-        config["optimizer"] = {"type": "adamw", "params": OPTIONS}
-    with lowtide.initialize(model, config, loss_fn=family.loss, optimizer=optimizer) as engine:
-        losses = [engine.train_step(batch_of(family.kind, step, engine.rank)).loss.item() for step in range(STEPS)]
-        return Outcome(losses, engine.eval_step(batch_of(family.kind, STEPS, 0)).item(), engine.state_dict())
-
-
-def train_all(transport: str) -> dict[tuple[str, int], Outcome]:
-    return {(name, stage): train(name, stage, transport) for name, stage, its in GRID if its == transport}
-
-
+CONFIG: dict[str, Any] = {"optimizer": {"type": "adamw", "params": OPTIONS}}
+FAMILIES: dict[str, tuple[Case, Callable[[Any, Batch], Tensor]]] = {
+    "nanoGPT": (Case(Gpt, tokens, config={"optimizer": None}), language_loss),
+    "LSTM and GRU": (Case(Recurrent, tokens, config=CONFIG), language_loss),
+    "ResNet": (Case(ResNet, images, config=CONFIG), class_loss),
+    "ViT": (Case(Vit, images, config=CONFIG), class_loss),
+    "experts": (Case(Mixture, tokens, config=CONFIG), mixture_loss),
+    "hypernetwork": (Case(Hypernetwork, vectors, config=CONFIG), square),
+    "blocks by torch.jit": (Case(scripted, vectors, config=CONFIG), square),
+    "torch.func": (Case(Transformed, vectors, config=CONFIG), square),
+}
 ROUTES = ("shared_memory", "sockets")
 GRID = pairs(list(FAMILIES), (0, 3), ROUTES)
+adamw = partial(torch.optim.AdamW, **OPTIONS)
+
+
+def by_torch(name: str) -> tuple[Outcome, list[float]]:
+    """With an evaluation before each step; on two ranks, each of which has a part of the batch."""
+    case, loss_fn = FAMILIES[name]
+    evaluated = []
+
+    def evaluate(model: nn.Module, optimizer: Any, step: int) -> None:
+        batch = case.batch(9, ROWS)
+        with torch.no_grad():
+            evaluated.append(loss_fn(model.eval()(*batch), batch).item())
+        model.train()
+
+    def make_dense(model: nn.Module, optimizer: Any, step: int) -> None:
+        """AdamW takes no sparse gradients."""
+        for param in model.parameters():
+            param.grad = param.grad.to_dense() if param.grad is not None and param.grad.is_sparse else param.grad
+
+    optimizer = decayed_by_dimension if name == "nanoGPT" else adamw
+    return train_plainly(case, 2, optimizer, 2, evaluate, make_dense, loss_fn), evaluated
+
+
+def by_lowtide(rows: Sequence[tuple[str, int]], transport: str) -> list[tuple[Outcome, list[float]]]:
+    found = []
+    for name, stage in rows:
+        case, loss_fn = FAMILIES[name]
+        evaluated: list[float] = []
+
+        def take(engine: lowtide.Engine, case: Case, step: int, evaluated: list[float] = evaluated) -> Any:
+            evaluated.append(engine.eval_step(case.batch(9, ROWS)).item())
+            return take_step(engine, case, step)
+
+        optimizer = decayed_by_dimension if name == "nanoGPT" else None
+        case = case.at(stage, config={"communication": {"transport": transport}})
+        found.append((train(case, take, loss_fn=loss_fn, optimizer=optimizer), evaluated))
+    return found
 
 
 @pytest.mark.parametrize("transport", ROUTES)
 def test_models_of_others_train_as_in_plain_torch(ranks: RankPool, transport: str) -> None:
-    for (name, stage), found in ranks(2, train_all, transport)[0].items():
-        expected = replace(train_plainly(name, 2), state=dict(train_plainly(name, 2).state))
+    rows = [(name, stage) for name, stage, its in GRID if its == transport]
+    for (name, stage), (outcome, evaluated) in zip(rows, ranks(2, by_lowtide, rows, transport)[0], strict=True):
+        expected, evaluated_by_torch = by_torch(name)
         for key in [key for key in expected.state if "running_" in key or "num_batches" in key]:
-            del found.state[key], expected.state[key]  # each rank has its own
-            found.evaluation = expected.evaluation = math.nan
-        what = f"{name}, stage {stage}: {{}}".format
-        torch.testing.assert_close(vars(found), vars(expected), rtol=1e-4, atol=2e-5, equal_nan=True, msg=what)
+            del outcome.state[key], expected.state[key]  # each rank has its own
+            evaluated = evaluated_by_torch
+        assert_close(outcome, expected, 1e-4, 2e-5, f"{name}, stage {stage}")
+        assert evaluated == pytest.approx(evaluated_by_torch, rel=1e-4, abs=2e-5), name

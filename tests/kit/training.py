@@ -249,6 +249,7 @@ def train_plainly(
     num_parts: int = 1,
     before_step: PlainHook = lambda model, optimizer, step: None,
     before_update: PlainHook = lambda model, optimizer, step: None,
+    loss_fn: Callable[[Any, Any], Tensor] = lambda output, batch: output,
 ) -> Outcome:
     """Trains by torch alone, on global batches.
 
@@ -266,7 +267,7 @@ def train_plainly(
         optimizer.zero_grad()
         losses = []
         for part in zip(*(tensor.chunk(num_parts) for tensor in batch), strict=True):
-            loss = model(*part)
+            loss = loss_fn(model(*part), part)
             (loss / num_parts).backward()
             losses.append(loss.item())
         before_update(model, optimizer, step)

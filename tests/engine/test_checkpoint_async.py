@@ -282,20 +282,6 @@ def test_ranks_that_give_different_tags_use_that_of_rank_0(tmp_path: Path) -> No
     assert [target.open(tag).manifest.has_own_tag for tag in target.tags()] == [True, False, True]
 
 
-@on_ranks(2)
-def test_a_tag_that_is_no_name_of_a_folder_is_an_error_on_all(tmp_path: Path) -> None:
-    refused = "failed on rank 0: tag: expected a folder name"
-    with engine_for(CASE, 2) as engine:
-        for tag in ("a/b", "", "..", "latest"):
-            text = refusal(engine.save_checkpoint, tmp_path, tag, kind=CheckpointError)
-            assert text.startswith(f"saving checkpoint '{tag}' to {tmp_path} {refused}")
-            assert f"found {tag!r}. What was saved before is as it was" in text
-            text = refusal(engine.load_checkpoint, tmp_path, tag, kind=CheckpointError)
-            assert text.startswith("looking for ") and refused in text
-        run_steps(engine, CASE, 0, 1)
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_saving_between_microbatches_is_refused_and_loading_forgets_their_gradients(tmp_path: Path, stage: int) -> None:
     case = Case(short_gpt, token_batch, stage, accumulation=3)

@@ -65,10 +65,7 @@ BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 24, "loss_scale_window": 2, "hysteresis": 1}}
 STATIC = {"fp16": {"enabled": True, "loss_scale": 128}}
 HYBRID = {"zero_optimization": {"shard_size": 2}}
-RULES: dict[str, dict[str, Any]] = {
-    "lion": {"lr": 1e-3, "weight_decay": 0.1},
-    "adagrad": {"lr": 1e-2, "initial_accumulator_value": 0.1},
-}
+LION = {"optimizer": {"type": "lion", "params": {"lr": 1e-3, "weight_decay": 0.1}}}
 
 
 def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -77,13 +74,6 @@ def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimize
     others = [param for param in params if param.dim() < 2]
     groups = [{"params": weights, "lr": 2e-3, "momentum": 0.5}, {"params": others, "centered": True}]
     return torch.optim.RMSprop(groups, lr=1e-3)
-
-
-OPTIMIZERS: dict[str, Any] = {
-    "RMSprop": torch.optim.RMSprop,
-    "NAdam": partial(torch.optim.NAdam, lr=1e-2),
-    "other states": groups_with_other_states,
-}
 
 
 class Buffers(models.Mlp):
@@ -108,13 +98,7 @@ class Buffers(models.Mlp):
         return super().forward(x, y) * (1 + 0.1 * self.get_buffer("strided")[0, 0] + 0.1 * self.get_buffer("part")[1])
 
 
-KINDS = [  # those that differ in what is saved
-    special.Unused,
-    special.Frozen,
-    special.TiedAcrossUnits,
-    special.Empty,
-    special.TwoDtypes,
-]
+KINDS = [special.TiedAcrossUnits, special.Empty, special.TwoDtypes]  # frozen and unused ones: tests/laws
 
 
 def to(stage: int, case: Case, steps_before: int = 2, **options: Any) -> Trip:
@@ -129,23 +113,18 @@ TRIPS = {
     "tied": to(2, Case(models.tied_gpt, models.token_batch, 3)),
     "Buffers": to(0, Case(Buffers, models.vector_batch, 3)),
 }
-NUM_ALONE = len(TRIPS)  # so many go on alone too, and every second of the others
+NUM_ALONE = len(TRIPS)  # so many go on alone too: what others add is in other names of tensors alone
 TRIPS |= {
     "TwoDtypes by torch": to(
         3, Case(special.TwoDtypes, models.vector_batch_float64, 2, config=NO_CONFIG), optimizer=torch.optim.RMSprop
     ),
     **{
         kind.__name__: to(loaded, Case(kind, models.vector_batch_float64, saved))
-        for kind, (saved, loaded) in zip(KINDS, [(3, 0), (0, 3), (2, 3), (3, 1)] * 2, strict=False)
+        for kind, (saved, loaded) in zip(KINDS, [(2, 3), (3, 1), (3, 0)], strict=True)
     },
-    **{
-        name: to(number % 4, GPT.at(3, config={"optimizer": {"type": name, "params": params}}))
-        for number, (name, params) in enumerate(RULES.items())
-    },
-    **{
-        name: to(number % 4, GPT.at(3, config=NO_CONFIG), optimizer=optimizer)
-        for number, (name, optimizer) in enumerate(OPTIMIZERS.items())
-    },
+    "lion": to(0, GPT.at(3, config=LION)),
+    "NAdam": to(1, GPT.at(3, config=NO_CONFIG), optimizer=partial(torch.optim.NAdam, lr=1e-2)),
+    "other states": to(2, GPT.at(3, config=NO_CONFIG), optimizer=groups_with_other_states),
 }
 
 
@@ -166,16 +145,11 @@ def test_each_goes_on_to_the_same_bits_at_another_stage(
     assert scales[0] < 2.0**24 and len(set(scales)) > 1  # it had come down, and still moves
 
 
-ROUGH = {"bf16": 1e-2, "fp16": 1e-2, "lion": 2e-3}
+ROUGH = {"bf16": 1e-2, "fp16": 1e-2}
 
 
 def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: dict[str, Continuation]) -> None:
-    """Of kinds of parameters and optimizers every second."""
-    chosen = {
-        name: (f"trip{number}", one)
-        for number, (name, one) in enumerate(TRIPS.items())
-        if number < NUM_ALONE or number % 2
-    }
+    chosen = {name: (f"trip{number}", TRIPS[name]) for number, name in enumerate(list(TRIPS)[:NUM_ALONE])}
     outcomes = ranks(1, load_chosen, list(chosen.values()), folder)[0]
     for name, other in zip(chosen, outcomes, strict=True):
         assert other.state_differences(before[name]) == [], name
@@ -199,8 +173,7 @@ def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
     for name in ("TwoDtypes", "TwoDtypes by torch"):
         assert dtypes(name, "state.layers.0.weight.") == {torch.float64}
         assert dtypes(name, "state.layers.0.bias.") == {torch.float32}
-    kept = {"lion": {"exp_avg"}, "adagrad": {"sum"}, "RMSprop": {"square_avg"}}
-    assert {name: states(name, "head.weight") for name in kept} == kept
+    assert states("lion", "head.weight") == {"exp_avg"}
     assert states("other states", "blocks.0.qkv.weight") == {"square_avg", "momentum_buffer"}
     assert states("other states", "blocks.0.up.bias") == {"square_avg", "grad_avg"}
     tied = set(before["TiedAcrossUnits"].restored)
@@ -213,7 +186,7 @@ def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
 
 
 def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
-    trips = [replace(TRIPS[name], steps_before=0) for name in ("TwoDtypes by torch", "Frozen", "lion", "NAdam")]
+    trips = [replace(TRIPS[name], steps_before=0) for name in ("TwoDtypes by torch", "Empty", "lion", "NAdam")]
     for one, other in zip(saving.save_trips(trips, tmp_path, 1), saving.load_trips(trips, tmp_path, 1), strict=True):
         assert other.differences(one) == []
         assert not any(name.startswith("state.") for name in one.restored)

@@ -1,6 +1,5 @@
 """Updates that begin before it is known whether they count have the bits of the plain step."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -160,13 +159,7 @@ def overflowing(build: Any, stage: int, transport: str = "auto") -> Case:
     return Case(build, overflowing_batch, stage, clip=0.3 if build is not models.mlp else 0.0, config=config)
 
 
-GPT = Case(partial(models.TinyGPT, layers=2), models.token_batch)
 CASES = [
-    GPT.at(0, clip=0.3),
-    GPT.at(3, clip=0.3, config={"bf16": {"enabled": True}}),
-    GPT.at(2, accumulation=2),
-    GPT.at(3, config={"zero_optimization": {"update_in_backward": True}}),
-    overflowing(models.mlp, 1),
     overflowing(models.mlp, 3),
     overflowing(LacksGradients, 1, "shared_memory"),
     overflowing(LacksGradients, 2, "sockets"),
@@ -176,12 +169,13 @@ CASES = [
 
 @on_ranks(2)
 def test_it_gives_the_same_bits() -> None:
+    """Where a rank has no gradient of a layer when a step overflows. Plain steps of a device: tests/pretend."""
     for case in CASES:
         plain = train(case)
         with WAITED_FOR:
             started = train(case)
         assert plain.differences(started) == [] and (plain.scales, plain.skipped) == (started.scales, started.skipped)
-        assert any(plain.skipped) == ("fp16" in case.config)
+        assert any(plain.skipped)
 
 
 class OfRank0(nn.Module):

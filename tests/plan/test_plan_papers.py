@@ -156,7 +156,6 @@ def test_what_a_device_of_32_gb_trains_is_that_of_the_zero_offload_paper() -> No
 INFINITY = [  # (layers, hidden, heads, TiB of model states, of checkpoints at 32 samples, GiB of working memory)
     (80, 10240, 128, 1.83, 0.05, None),
     (100, 20480, 160, 9.16, 0.12, 6.25),
-    (315, 163840, 1024, 1845.70, 3.08, 400.0),
 ]
 
 

@@ -86,27 +86,23 @@ def in_bits(config: dict[str, Any], **more: Any) -> dict[str, Any]:
 PARTS = {"tensor": 2, "tensor_sequence": True}
 COLUMNS = {"tensor_parallel": {"plan": {"blocks.*.mlp.0": "column", "blocks.*.mlp.2": "row"}}}
 RING: dict[str, Any] = {"sequence_parallel": {"attention": "ring"}}
-# Steps of so many ranks. Each stage with and without checkpointing; of models, accumulation and dtypes each two meet.
+# Steps of so many ranks: what the sets of features below lack. They have stages, places, axes and precisions together.
 TABLE: dict[tuple[str, int], dict[str, Case]] = {
     ("alone", 1): {
         "stage 0": Case("gpt", config_of(0, 0, 1, **BF16)),
         "stage 1": Case("fused", config_of(1, 0, 1)),
-        "stage 2": Case("gpt", config_of(2, 0, 2)),
         "stage 3": Case("fused", config_of(3, 0, 2, **BF16)),
         # Of two ranks the plan has what may be: it depends on when messages come.
         "speculative, stage 3": Case("fused", config_of(3, 1, 1, zero=SPECULATIVE)),
         "updated in backward": Case("fused", config_of(0, 0, 1, zero=IN_BACKWARD)),
-        "speculative, stage 1": Case("fused", config_of(1, 0, 1, zero=SPECULATIVE, **BF16)),
         "tiles of MLPs": Case("long gpt", config_of(0, 0, 1, tiles={"mlp": 50})),
         "muon": Case("fused", whole("muon", 1, **BF16)),
-        "adafactor": Case("fused", whole("adafactor", 0)),
     },
     ("data", 2): {
         "speculative": Case("gpt", config_of(0, 1, 1, zero=SPECULATIVE, **BF16)),
         "tiles of the loss": Case("long gpt", config_of(3, 1, 1, tiles=50)),
         "power sgd, stage 0": Case("fused", thin(0, 2), 4),
         "power sgd, stage 1": Case("fused", thin(1, 1), 4),
-        "power sgd, bf16": Case("gpt", thin(1, 1, **BF16), 4, has_peak=False),
         "frozen": small(config_of(2, 0, 1, **BF16)),
         "five microbatches": small(config_of(3, 0, 5)),
     },
@@ -116,20 +112,15 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
     },
     ("several axes", 4): {
         "hybrid 1": Case("fused", config_of(1, 0, 2, zero={"shard_size": 2}, **BF16), 2),
-        "hybrid 3": Case("gpt", config_of(3, 1, 1, zero={"shard_size": 2}), 2),
         "hpZ": Case("gpt", config_of(3, 0, 2, zero=HPZ, **BF16), 2),
-        "quantized 0": small(in_bits(config_of(0, 0, 2), weight_bits=4)),
         "quantized 2, exact in a host": small(in_bits(config_of(2), gradient_bits_in_host=None)),
         "quantized 3": small(in_bits(config_of(3, 0, 2, **BF16), weight_bits=4, frozen_weight_bits=8)),
         "quantized hpZ": small(in_bits(config_of(3, zero=HPZ), weight_bits=4)),
     },
     ("layer by layer", 2): {
-        "stage 3": Case("deep fused", layers(3, 1, 3)),
         "files": Case("deep gpt", layers(3, 1, 3, dict.fromkeys(OFFLOADS, FILES))),
     },
     ("stages", 2): {
-        "stage 0": Case("deep gpt", stages("1f1b", 0)),
-        "stage 1": Case("deep fused", stages("1f1b", 1, **BF16)),
         "stage 2": Case("deep fused", stages("zb-h1", 2, 1)),
         "stage 3": Case("deep gpt", stages("zb-v", 3, 1, **BF16)),
         "interleaved": Case("deep fused", stages("interleaved", 0, 1, **BF16)),
@@ -141,16 +132,13 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "halves": small(stages("zb-h1", 2, **BF16), "tied gpt"),
     },
     ("layers and sequences", 2): {
-        "sequence, stage 0": Case("llama", split(0, 0, 2, {"sequence": 2})),
         "tensor, stage 1": Case("llama", split(1, 1, 1, {"tensor": 2}, **SHARED), 3),
-        "tensor, stage 2": Case("llama", split(2, 0, 2, {"tensor": 2}, **BF16)),
         "sequence, stage 3": Case("llama", split(3, 1, 1, {"sequence": 2})),
         # What a rank has between split layers, and attention of heads (4) that the ranks need not divide.
         "parts": Case("llama", split(2, 1, 2, PARTS, **BF16)),
         "ring": Case("llama", split(3, 1, 2, {"sequence": 2}, **RING, **BF16)),
     },
     ("layers and sequences", 4): {
-        "tensor x data": Case("llama", split(3, 0, 1, {"tensor": 2})),
         "tensor x sequence": Case("llama", split(1, 1, 1, {"tensor": 2, "sequence": 2}, **BF16)),
         "parts x stages": Case("llama", split(1, 0, 4, {"pipeline": 2, **PARTS}, **BF16), 2),
         "sequence x stages": Case("llama", split(0, 0, 4, {"sequence": 2, "pipeline": 2}), 2, messages=5 * MESSAGE),
@@ -168,9 +156,8 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "x tensor": Case("expert gpt", split(1, 1, 1, {"expert": 2, "tensor": 2}, **COLUMNS, **BF16), 3),
     },
     ("matrices to owners", 2): {
-        **{
-            f"{kind}, stage {stage}": small(whole(kind, stage)) for kind in ("muon", "adafactor") for stage in (0, 1, 3)
-        },
+        **{f"muon, stage {stage}": small(whole("muon", stage)) for stage in (0, 1, 3)},
+        "adafactor, stage 0": small(whole("adafactor", 0)),
         "muon, bf16": small(whole("muon", 2, **BF16)),
         "layer by layer": small(layers(1, 0, 2, optimizer={"type": "muon"})),
     },
@@ -229,16 +216,13 @@ def test_peak_and_bytes_sent_are_those_of_a_step_with_all_features(ranks: RankPo
 # -- what a memory report says of it ----------------------------------------------------------------------------------
 
 
-REPORTED: dict[str, tuple[int, Case]] = {
-    "sockets": (2, Case("gpt", config_of(0))),
-    "sockets, stage 3": (2, Case("gpt", config_of(3))),
-    "shared memory": (2, Case("gpt", config_of(2, **SHARED))),
-    "native": (2, Case("gpt", config_of(3, communication={"transport": "native"}))),
-    "stages": (2, Case("gpt", {**config_of(1, 0, 2), "parallel": {"pipeline": 2}})),
-    "layer by layer": (2, Case("deep gpt", layers(3, 1, 3, **BF16))),
-    "sequence": (2, Case("llama", split(1, 0, 2, {"sequence": 2}))),
-    "expert": (2, Case("expert gpt", split(3, 0, 2, {"expert": 2}))),
-    "layers over stages": (4, Case("llama", split(0, 0, 4, {"tensor": 2, "pipeline": 2}))),
+REPORTED: dict[str, Case] = {
+    "sockets, stage 3": Case("gpt", config_of(3)),
+    "shared memory": Case("gpt", config_of(2, **SHARED)),
+    "native": Case("gpt", config_of(3, communication={"transport": "native"})),
+    "stages": Case("gpt", {**config_of(1, 0, 2), "parallel": {"pipeline": 2}}),
+    "layer by layer": Case("deep gpt", layers(3, 1, 3, **BF16)),
+    "sequence": Case("llama", split(1, 0, 2, {"sequence": 2})),
 }
 
 
@@ -253,8 +237,8 @@ def reported(case: Case, folder: Path) -> MemoryReport:
 
 @pytest.mark.parametrize("name", REPORTED)
 def test_a_report_has_what_was_predicted_and_what_was_held(ranks: RankPool, tmp_path: Path, name: str) -> None:
-    num_ranks, case = REPORTED[name]
-    for found in ranks(num_ranks, reported, case, tmp_path):
+    case = REPORTED[name]
+    for found in ranks(2, reported, case, tmp_path):
         assert not found.why_not and found.predicted_peak_bytes == pytest.approx(found.peak_bytes, rel=TOLERANCE)
         assert found.measured["optimizer_bytes"] == found.predicted["optimizer_bytes"]
         if "parallel" in case.config or "layer" in name:

@@ -104,11 +104,6 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "ValueError: batch: expected 2 rows on this rank = train_micro_batch_size_per_gpu(2) x "
         "gradient_accumulation_steps(1), found 3.",
     ),
-    "rows of one microbatch": (
-        lambda: step_on(2, gradient_accumulation_steps=2),
-        "ValueError: batch: expected 4 rows on this rank = train_micro_batch_size_per_gpu(2) x "
-        "gradient_accumulation_steps(2), found 2.",
-    ),
     "rows from an iterator": (
         lambda: train_on_iterator_with_rows(2, 3),
         "ValueError: batch: expected microbatches of 2 rows (train_micro_batch_size_per_gpu) from the "

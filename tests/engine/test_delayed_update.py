@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.offload import FileStore, OffloadError
+from lowtide.offload import OffloadError
 from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, differences, start, take_step
@@ -172,22 +171,6 @@ def test_an_error_that_was_not_told_is_told_by_the_next_call_or_by_close(
         take_steps(engine, case, 1, 2)
     first = error_of(engine.state_dict) if how == "state_dict" else "none"
     assert (first, error_of(engine.close)) == expected
-
-
-@on_ranks(2)
-def test_an_error_of_the_drive_is_raised_on_every_rank_in_the_next_step(tmp_path: Path) -> None:
-    """Rank 1's file cannot be written in the second step."""
-    case = delayed(MLP, 1, tmp_path, "nvme")
-    fails_later = mock.Mock(**{"wait.side_effect": OffloadError("the drive is full")})
-    with start(case) as engine:  # whose close says nothing more
-        found = [error_of(take_step, engine, case, 0)]
-        engine.state_dict()  # its update has ended
-        save = mock.Mock(return_value=fails_later) if engine.rank == 1 else FileStore.save
-        with mock.patch.object(FileStore, "save", save):
-            found.append(error_of(take_step, engine, case, 1))
-            engine.memory()  # waits for its update
-        found.append(error_of(take_step, engine, case, 2))
-    assert found == ["none", "none", TOLD.replace("RuntimeError: the third disk", "OffloadError: the drive is full")]
 
 
 def test_a_failure_that_a_load_makes_void_is_logged(

@@ -128,9 +128,7 @@ def train_and_look(stage: int, transport: str, how: str) -> tuple[list[float], l
     return losses, seen
 
 
-@pytest.mark.parametrize(
-    ("transport", "stage"), [("shared_memory", 1), ("shared_memory", 3), ("sockets", 2), ("sockets", 3)]
-)
+@pytest.mark.parametrize(("transport", "stage"), [("shared_memory", 3), ("sockets", 2), ("sockets", 3)])
 @on_ranks(2)
 def test_one_rank_evaluates_alone(transport: str, stage: int) -> None:
     """Where parameters come from other ranks, those take part when they come to their next forward or step."""
@@ -246,7 +244,7 @@ def compute(stage: int, config: dict[str, Any], folder: Path) -> list[Any]:
 def test_it_computes_what_torch_does(ranks: RankPool, tmp_path: Path) -> None:
     model = build()
     losses = [model(*(part.chunk(2)[rank] for part in models.token_batch(0, 4))) for rank in range(2)]
-    for stage, config in ((0, {}), (1, {}), (3, {}), (3, {"offload_param": NVME | {"nvme_path": str(tmp_path)}})):
+    for stage, config in ((1, {}), (3, {"offload_param": NVME | {"nvme_path": str(tmp_path)}})):
         found = ranks(2, compute, stage, config, tmp_path / f"{stage} {len(config)}")
         for (*own, mean, others, _), expected in zip(found, losses, strict=True):
             torch.testing.assert_close(own, [expected.detach()] * 3)

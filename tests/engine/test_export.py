@@ -50,8 +50,8 @@ def export_at(
     [
         (2, BF16, [0, 2], {}),
         (2, {}, [2], {"dtype": torch.bfloat16}),
-        (4, {}, [1, 3], {"shard_bytes": "20KB"}),
-        (4, HYBRID | SOCKETS | BF16, [2, 3], {}),
+        (4, {}, [3], {"shard_bytes": "20KB"}),
+        (4, HYBRID | SOCKETS | BF16, [3], {}),
     ],
     ids=["2-bf16", "2-cast", "4-several files", "4-replicas of shards"],
 )

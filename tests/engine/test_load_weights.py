@@ -262,8 +262,7 @@ def batch_of(engine: lowtide.Engine) -> tuple[Tensor, ...]:
     return share_of(models.token_batch(1, 2 * engine.world_size))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("transport", ["auto", "sockets"])
+@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "sockets")])
 @on_ranks("world_size")
 def test_names_and_values_are_those_of_the_model(world_size: int, transport: str) -> None:
     """On rank 0 alone. A second call gives the same, and a step changes nothing of what was given."""

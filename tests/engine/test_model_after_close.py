@@ -223,18 +223,13 @@ def test_two_engines_take_turns(transport: str) -> None:
 
 
 def one_closes_first() -> list[float]:
-    """No process group is there before the first engine, which makes it and leaves it before the second."""
+    """The first engine makes the process group, and leaves it before the second."""
     first, second = start(SECOND), start(SECOND)
     first.close()
     first.close()
-    losses = [take_step(second, SECOND, step).loss.item() for step in range(2)]
+    losses = [take_step(second, SECOND, 0).loss.item()]
     second.close()
     return losses
-
-
-def test_an_engine_goes_on_when_the_one_that_made_the_process_group_is_closed(ranks: RankPool) -> None:
-    both = ranks(2, one_closes_first, process_group=False)
-    assert both[0] == both[1] and len(both[0]) == 2
 
 
 def one_after_the_other(late_rank: int) -> list[float]:
@@ -252,12 +247,6 @@ def one_after_the_other(late_rank: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("late_rank", [0, 1])
-def test_a_rank_may_come_to_the_next_engine_before_another_has_left_the_last(ranks: RankPool, late_rank: int) -> None:
-    both = ranks(2, one_after_the_other, late_rank, process_group=False)
-    assert both[0] == both[1] == 3 * both[0][:1]
-
-
 def with_a_store_that_outlives_groups() -> list[float]:
     """As under torchrun, whose agent keeps the store that the ranks meet in."""
     port, rank = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
@@ -270,9 +259,21 @@ def with_a_store_that_outlives_groups() -> list[float]:
     return losses
 
 
-def test_engines_follow_each_other_where_the_launcher_keeps_the_store(ranks: RankPool) -> None:
-    both = ranks(2, with_a_store_that_outlives_groups, process_group=False, timeout=10)
-    assert both[0] == both[1] == 3 * both[0][:1]
+@pytest.mark.parametrize(
+    ("train", "given", "seconds"),
+    [
+        (one_closes_first, (), 60),
+        (one_after_the_other, (0,), 60),
+        (one_after_the_other, (1,), 60),
+        (with_a_store_that_outlives_groups, (), 10),
+    ],
+)
+def test_engines_make_and_leave_process_groups(
+    ranks: RankPool, train: Any, given: tuple[int, ...], seconds: int
+) -> None:
+    """No group is there before. A rank may come to the next engine before another has left the last."""
+    both = ranks(2, train, *given, process_group=False, timeout=seconds)
+    assert both[0] == both[1] == len(both[0]) * both[0][:1]
 
 
 FILES = {"device": "nvme", "nvme_path": "files"}

@@ -275,11 +275,11 @@ def test_the_next_steps_are_profiled_where_they_are_asked_for(tmp_path: Path) ->
             engine.profile(0)
 
 
-@pytest.mark.parametrize("recorded_step", [None, 2, 3, 4, 5])
-def test_a_profile_counts_the_same_where_a_step_s_memory_is_recorded(tmp_path: Path, recorded_step: int | None) -> None:
-    """Steps 3 and 4. The two are entered and left in each order that there is."""
+@pytest.mark.parametrize("recorded_step", [3, 4])
+def test_a_profile_counts_the_same_where_a_step_s_memory_is_recorded(tmp_path: Path, recorded_step: int) -> None:
+    """Steps 3 and 4: the two are entered, or left, together."""
     profile = {"enabled": True, "folder": str(tmp_path), "step": 3, "steps": 2}
-    report = None if recorded_step is None else {"folder": str(tmp_path), "step": recorded_step}
+    report = {"folder": str(tmp_path), "step": recorded_step}
     with lowtide.initialize(models.tiny_gpt(), settings(profile=profile, memory_report=report)) as engine:
         for step in range(5):
             engine.train_step(models.token_batch(step, 2))

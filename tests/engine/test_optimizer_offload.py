@@ -1,6 +1,5 @@
 """Optimizer states and parameters that rest in files give the numbers of those in memory, to the last bit."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +166,3 @@ def test_shared_memory_and_offload_contradict_each_other(tmp_path: Path) -> None
     case = placed(Case(mlp, vector_batch, stage=3), offload_param=in_files(tmp_path))
     text = refusal(start, case.at(3, config={"communication": {"transport": "shared_memory"}}))
     assert 'found "shared_memory", with a copy of all parameters' in text
-
-
-def test_a_folder_that_cannot_be_made_names_rank_and_cause(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    case = placed(Case(mlp, vector_batch, stage=3), offload_param=in_files(tmp_path / "file" / "below"))
-    with pytest.raises(lowtide.OffloadError, match=r"below: rank 0 expected a writable folder, .* Not a directory"):
-        start(case)
-
-
-def test_no_room_on_the_disk_is_told_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        f_bavail, f_frsize = 1, 4096
-
-    monkeypatch.setattr(os, "fstatvfs", lambda descriptor: Full)
-    with pytest.raises(lowtide.OffloadError, match=r"rank 0 needs [\d,]+ bytes for .*\. Free [\d,]+ bytes, choose"):
-        start(placed(Case(tiny_gpt, token_batch, stage=3), offload_param=in_files(tmp_path)))

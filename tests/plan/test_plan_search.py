@@ -176,11 +176,10 @@ def test_places_that_are_alike_are_planned_as_each_of_them(planner: Planner, sch
 
 
 def test_choices_of_a_model_are_searched_exactly(planner: Planner) -> None:
-    for seed in range(2):
-        some = random.Random(seed).sample(choices(planner), 40)
-        found = search(some, planner.bound, planner.found, count=5)
-        every = search_all(some, planner.bound, planner.found, count=5)
-        assert [found.best, found.front, found.beyond] == [every.best, every.front, every.beyond]
+    some = random.Random(0).sample(choices(planner), 40)
+    found = search(some, planner.bound, planner.found, count=5)
+    every = search_all(some, planner.bound, planner.found, count=5)
+    assert [found.best, found.front, found.beyond] == [every.best, every.front, every.beyond]
 
 
 def test_a_schedule_that_is_simulated_in_part_takes_as_long() -> None:

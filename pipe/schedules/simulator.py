@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .costs import Costs
 from .rules import check_rules, excerpt
-from .schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule, ScheduleError
-
-# An event that an action waits for, at (stage, microbatch). "forward": F has ended. "backward": B or I has ended.
-# "arrival of forward", "arrival of backward": the tensors of the previous or next stage are on this stage's rank.
-# "send of forward", "receive of forward" and so on: a rank has reached this end of the message.
-_Event = tuple[str, int, int]
+from .schedule import COMPUTE_OPS, Action, Op, Schedule, ScheduleError
 
 _OTHER_ENDS = {Op.SEND_F: Op.RECV_F, Op.RECV_F: Op.SEND_F, Op.SEND_B: Op.RECV_B, Op.RECV_B: Op.SEND_B}
+_Point = tuple[int, int]
+"""(rank, count): the moment at which the rank has done so many actions of its list."""
+_Needs = Callable[[Action], tuple[Sequence[_Point], float]]
+"""Return the points that an action waits for, beside the earlier actions of its list, and the time behind them."""
 
 
 class TimeSlot(NamedTuple):
@@ -98,14 +98,9 @@ def simulate(schedule: Schedule, costs: Costs | None = None, *, blocking: bool =
     if costs.num_stages != schedule.num_stages:
         raise ValueError(f"expected costs for {schedule.num_stages} stages of the schedule, found {costs.num_stages}")
     check_rules(schedule)
-    run = _Run(schedule, costs, blocking)
-    run.to_the_end()
-    return Simulation(
-        schedule=schedule,
-        costs=costs,
-        timeline=tuple(map(tuple, run.timeline)),
-        peaks=tuple(peaks_of_rank(schedule, costs, rank) for rank in range(schedule.num_ranks)),
-    )
+    timeline = _timeline(schedule, _durations(schedule, costs), _needs_of(schedule, costs.send, blocking))
+    peaks = tuple(peaks_of_rank(schedule, costs, rank) for rank in range(schedule.num_ranks))
+    return Simulation(schedule, costs, tuple(map(tuple, timeline)), peaks)
 
 
 def peaks_of_rank(schedule: Schedule, costs: Costs, rank: int) -> Peaks:
@@ -143,158 +138,107 @@ def peaks_of_rank(schedule: Schedule, costs: Costs, rank: int) -> Peaks:
     return Peaks(peaks[0], peaks[1], peaks[2], int(peaks[3]))
 
 
-class _Run:
-    """Advances each rank until it waits for an event. An event makes the ranks ready that wait for it."""
+def _timeline(schedule: Schedule, durations: Sequence[Sequence[float]], needs: _Needs) -> list[list[TimeSlot]]:
+    """Do each rank's actions until it must wait. A point makes the ranks ready that wait for it."""
+    slots: list[list[TimeSlot]] = [[] for _ in schedule.actions]
 
-    def __init__(self, schedule: Schedule, costs: Costs, blocking: bool) -> None:
-        self._schedule = schedule
-        self._costs = costs
-        self._has_messages = schedule.has_messages
-        self._blocking = blocking
-        self._happened: dict[_Event, float] = {}  # event -> time
-        self._waiting: dict[_Event, list[int]] = defaultdict(list)  # event -> ranks
-        self._stuck: set[int] = set()  # all waiting ranks
-        self._clock = [0.0] * schedule.num_ranks
-        self._order = 0
-        whole = (action for row in schedule.actions for action in row if action.op in (Op.B, Op.W))
-        self._num_left = Counter(action.stage for action in whole)
-        self._halves: set[int] = set()  # stages with gradients of an I whose W has not come
-        self.timeline: list[list[TimeSlot]] = [[] for _ in range(schedule.num_ranks)]
+    def time_of(rank: int, count: int) -> float:
+        return slots[rank][count - 1].end if count else 0.0
 
-    def to_the_end(self) -> None:
-        ready = list(reversed(range(self._schedule.num_ranks)))
-        while ready:
-            self._advance(ready.pop(), ready)
-        if self._stuck:
-            self._refuse_deadlock()
+    waiting: dict[_Point, list[int]] = {}  # point -> ranks
+    ready = list(reversed(range(schedule.num_ranks)))
+    order = 0
+    while ready:
+        rank = ready.pop()
+        for action in schedule.actions[rank][len(slots[rank]) :]:
+            points, delay = needs(action)
+            missing = next((point for point in points if len(slots[point[0]]) < point[1]), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            done = len(slots[rank])
+            start = max([time_of(rank, done), *(time_of(*point) + delay for point in points)])
+            slots[rank].append(TimeSlot(action, start, start + durations[rank][done], order))
+            order += 1
+            ready += waiting.pop((rank, done + 1), [])
+    stuck = {rank: len(done) for rank, done in enumerate(slots) if len(done) < len(schedule.actions[rank])}
+    if stuck:
+        _refuse_deadlock(schedule, stuck)
+    return slots
 
-    def _advance(self, rank: int, ready: list[int]) -> None:
-        """Do the rank's actions until it must wait."""
-        actions, slots = self._schedule.actions[rank], self.timeline[rank]
-        self._stuck.discard(rank)
-        while len(slots) < len(actions):
-            action = actions[len(slots)]
-            if self._blocking:
-                # Before the wait: the peer may be waiting for this end of the message.
-                self._reach(action, self._clock[rank], ready)
-            event = self._needed(action)
-            if event is not None and event not in self._happened:
-                self._waiting[event].append(rank)
-                self._stuck.add(rank)
-                return
-            start = self._clock[rank]
-            if event is not None:
-                start = max(start, self._happened[event])
-            end = start + (self._costs.time(action) + self._collecting(action))
-            self._clock[rank] = end
-            slots.append(TimeSlot(action, start, end, self._order))
-            self._order += 1
-            self._happen_at_end(action, end, ready)
 
-    def _collecting(self, action: Action) -> float:
-        """Return the time of reductions around an action, before its output is sent: as `Executor` does them."""
-        costs, stage, seconds = self._costs, action.stage, 0.0
-        if action.op in (Op.B, Op.I) and costs.collect_half and stage in self._halves:
-            seconds += costs.collect_half[stage]
-        if action.op is Op.I:
-            self._halves.add(stage)
-        if action.op in (Op.B, Op.W):
-            self._halves.discard(stage)
-            self._num_left[stage] -= 1
-            seconds += costs.collect[stage] if costs.collect and self._num_left[stage] else 0.0
-        return seconds
+def _durations(schedule: Schedule, costs: Costs) -> list[list[float]]:
+    """Return the time of each action, with reductions before its output is sent, as `Executor` does them."""
+    num_left = Counter(action.stage for row in schedule.actions for action in row if action.op in (Op.B, Op.W))
+    halves = set[int]()  # stages with gradients of an I whose W has not come
+    found: list[list[float]] = []
+    for row in schedule.actions:
+        found.append([])
+        for action in row:
+            op, stage, seconds = action.op, action.stage, 0.0
+            if op in (Op.B, Op.I) and costs.collect_half and stage in halves:
+                seconds += costs.collect_half[stage]
+            if op is Op.I:
+                halves.add(stage)
+            if op in (Op.B, Op.W):
+                halves.discard(stage)
+                num_left[stage] -= 1
+                seconds += costs.collect[stage] if costs.collect and num_left[stage] else 0.0
+            found[-1].append(costs.time(action) + seconds)
+    return found
 
-    def _needed(self, action: Action) -> _Event | None:
-        """Return the event that `action` waits for, beside the earlier actions of its list."""
+
+def _needs_of(schedule: Schedule, send: float, blocking: bool) -> _Needs:
+    """Return the function that tells what an action waits for. blocking: see `simulate`."""
+    places = {action: (rank, index) for rank, row in enumerate(schedule.actions) for index, action in enumerate(row)}
+
+    def end_of(*actions: Action) -> list[_Point]:
+        """Return the ends of those of the actions that the schedule has."""
+        return [(places[action][0], places[action][1] + 1) for action in actions if action in places]
+
+    def needs(action: Action) -> tuple[Sequence[_Point], float]:
         op, stage, microbatch = action.op, action.stage, action.microbatch
-        if microbatch is None or op is Op.W:
-            return None
-        if op is Op.F:
-            return self._from(stage - 1, "forward", stage, microbatch) if stage > 0 else None
-        if op in (Op.B, Op.I):
-            last = self._schedule.num_stages - 1
-            return self._from(stage + 1, "backward", stage, microbatch) if stage < last else None
-        if self._blocking:
-            return ("arrival of " + _direction(op), _target(action), microbatch)
-        return None
+        if op in _OTHER_ENDS:
+            # A point is the end of the action before: each rank comes to its end of the message then.
+            return ([places[action], places[_other_end(action)]], send) if blocking else ([], 0.0)
+        source = stage - 1 if op is Op.F else stage + 1
+        if op not in (Op.F, Op.B, Op.I) or not 0 <= source < schedule.num_stages:
+            return [], 0.0
+        crosses = schedule.rank_of_stage[source] != schedule.rank_of_stage[stage]
+        if crosses and schedule.has_messages:
+            receive = Action(Op.RECV_F if op is Op.F else Op.RECV_B, stage, microbatch)
+            ends = end_of(receive) if blocking else end_of(receive, _other_end(receive))
+            return ends, 0.0 if blocking else send
+        made = (Op.F,) if op is Op.F else (Op.B, Op.I)
+        return end_of(*(Action(kind, source, microbatch) for kind in made)), send if crosses else 0.0
 
-    def _from(self, source: int, direction: str, stage: int, microbatch: int) -> _Event:
-        """Return the event by which the output of stage `source` is on the rank of `stage`."""
-        if self._schedule.rank_of_stage[source] == self._schedule.rank_of_stage[stage]:
-            return (direction, source, microbatch)
-        return ("arrival of " + direction, stage, microbatch)
-
-    def _happen_at_end(self, action: Action, end: float, ready: list[int]) -> None:
-        """Record the events at the end of `action`."""
-        op, stage, microbatch = action.op, action.stage, action.microbatch
-        if microbatch is None or op is Op.W:
-            return
-        if op is Op.F:
-            self._happen(("forward", stage, microbatch), end, ready)
-            self._deliver(stage, stage + 1, "forward", microbatch, end, ready)
-        elif op in (Op.B, Op.I):
-            self._happen(("backward", stage, microbatch), end, ready)
-            self._deliver(stage, stage - 1, "backward", microbatch, end, ready)
-        elif not self._blocking:
-            self._reach(action, end, ready)
-
-    def _deliver(self, stage: int, target: int, direction: str, microbatch: int, end: float, ready: list[int]) -> None:
-        """Without messages in the lists, record the arrival of a stage's output on the next rank."""
-        if self._has_messages or not 0 <= target < self._schedule.num_stages:
-            return
-        if self._schedule.rank_of_stage[stage] != self._schedule.rank_of_stage[target]:
-            self._happen(("arrival of " + direction, target, microbatch), end + self._costs.send, ready)
-
-    def _reach(self, action: Action, time: float, ready: list[int]) -> None:
-        """Record that a rank comes to a send or receive at `time`. If both ends are reached, the message is sent."""
-        if action.microbatch is None or action.op in COMPUTE_OPS:
-            return
-        side, other = ("send", "receive") if action.op in SEND_OPS else ("receive", "send")
-        direction, target = _direction(action.op), _target(action)
-        here = (f"{side} of {direction}", target, action.microbatch)
-        # A blocking rank comes here again when it is woken.
-        if here in self._happened:
-            return
-        self._happened[here] = time
-        there = self._happened.get((f"{other} of {direction}", target, action.microbatch))
-        if there is not None:
-            event = ("arrival of " + direction, target, action.microbatch)
-            self._happen(event, max(time, there) + self._costs.send, ready)
-
-    def _happen(self, event: _Event, time: float, ready: list[int]) -> None:
-        self._happened[event] = time
-        ready += self._waiting.pop(event, [])
-
-    def _refuse_deadlock(self) -> None:
-        """Raise an error that shows where each rank waits."""
-        cells = {rank: len(self.timeline[rank]) for rank in sorted(self._stuck)}
-        lines = []
-        for rank, index in cells.items():
-            action = self._schedule.actions[rank][index]
-            cause = _counterpart(action)
-            owner = self._schedule.rank_of_stage[cause.stage]
-            # The schedule splits this backward.
-            if cause.op is Op.B and cause not in self._schedule.actions[owner]:
-                cause = Action(Op.I, cause.stage, cause.microbatch)
-            lines.append(f"  rank {rank} waits in {action} for {cause} of rank {owner}")
-        count = f"{len(cells)} of {self._schedule.num_ranks} ranks wait forever"
-        picture = excerpt(self._schedule, cells)
-        raise ScheduleError("\n".join((f"schedule {self._schedule.name}: deadlock, {count}", *lines, picture)))
+    return needs
 
 
-def _direction(op: Op) -> str:
-    return "forward" if op in (Op.SEND_F, Op.RECV_F) else "backward"
+def _refuse_deadlock(schedule: Schedule, cells: Mapping[int, int]) -> None:
+    """Raise an error that shows where each rank waits. cells: stuck rank -> index of its next action."""
+    lines = []
+    for rank, index in cells.items():
+        action = schedule.actions[rank][index]
+        cause = _counterpart(action)
+        owner = schedule.rank_of_stage[cause.stage]
+        # The schedule splits this backward.
+        if cause.op is Op.B and cause not in schedule.actions[owner]:
+            cause = Action(Op.I, cause.stage, cause.microbatch)
+        lines.append(f"  rank {rank} waits in {action} for {cause} of rank {owner}")
+    count = f"{len(cells)} of {schedule.num_ranks} ranks wait forever"
+    picture = excerpt(schedule, cells)
+    raise ScheduleError("\n".join((f"schedule {schedule.name}: deadlock, {count}", *lines, picture)))
 
 
-def _target(action: Action) -> int:
-    """Return the receiving stage of a message."""
-    return action.stage if action.op in RECV_OPS else action.peer_stage
+def _other_end(action: Action) -> Action:
+    return Action(_OTHER_ENDS[action.op], action.peer_stage, action.microbatch)
 
 
 def _counterpart(action: Action) -> Action:
     """Return the action that `action` waits for: the same op on a neighbour stage, or the remote end of a message."""
     if action.op in _OTHER_ENDS:
-        return Action(_OTHER_ENDS[action.op], action.peer_stage, action.microbatch)
+        return _other_end(action)
     if action.op is Op.F:
         return Action(Op.F, action.stage - 1, action.microbatch)
     return Action(Op.B, action.stage + 1, action.microbatch)

@@ -5,10 +5,9 @@
 [Note: Block sums]
 A block is summed in float32, in an order that depends only on its length, and its sum is cast to float64. So a block
 has the same sum at every position, and for every division of a buffer into shards of whole blocks. Sums over blocks can
-then be added exactly. (A different device, a list of tensors, or a buffer that ends within a block may use a different
-order.) The Triton form first divides a block by the power of two of its largest value: squares of float32 overflow
-above 1e19 and underflow below 1e-23. It differs from the reference by a few units of float32. Results stay on the
-device, and the host does not wait.
+then be added exactly. (A different device may use a different order.) The Triton form first divides a block by the
+power of two of its largest value: squares of float32 overflow above 1e19 and underflow below 1e-23. It differs from the
+reference by a few units of float32. Results stay on the device, and the host does not wait.
 
 [Note: What an update is told]
 The factor of the gradients, and a flag to skip the update: a dozen operators on a few numbers, or a single launch. The
@@ -42,34 +41,28 @@ def squares_by_block(
     block_numel: a power of 2 from 16 to 4096; the last block may be shorter. non_finite: (1,) int32 on the device of
     values, set to 1 if a value is inf or nan, else not changed. Raises ValueError for invalid arguments.
     """
-    if non_finite is not None:
-        return squares_of_each([values], block_numel, non_finite=non_finite, backend=backend)[0]
     check_blocks("squares_by_block", [values], block_numel)
-    if uses_triton(backend, "squares_by_block", values):
-        by_triton = triton_form("sum_of_squares").squares_by_block
-        return by_triton(values.detach() if values.requires_grad else values, block_numel)  # type: ignore[no-any-return]
-    return squares_by_block_reference(values, block_numel)
-
-
-def squares_of_each(
-    tensors: Sequence[Tensor], block_numel: int, *, non_finite: Tensor | None = None, backend: Backend = "auto"
-) -> list[Tensor]:
-    """Compute `squares_by_block` of each tensor, with a launch per dtype. Results of a dtype are views of a tensor."""
-    check_blocks("squares_by_block", tensors, block_numel)
     if non_finite is not None and (tuple(non_finite.shape) != (1,) or non_finite.dtype != torch.int32):
         raise ValueError(
             f"squares_by_block: expected non_finite of shape (1,) and int32, found {tuple(non_finite.shape)} "
             f"{non_finite.dtype}"
         )
-    if uses_triton(backend, "squares_by_block", *tensors, non_finite):
-        by_triton = triton_form("sum_of_squares").squares_of_each
-        given = [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
-        return by_triton(given, block_numel, non_finite)  # type: ignore[no-any-return]
-    squares = [squares_by_block_reference(tensor, block_numel) for tensor in tensors]
+    if uses_triton(backend, "squares_by_block", values, non_finite):
+        by_triton = triton_form("sum_of_squares").squares_by_block
+        values = values.detach() if values.requires_grad else values
+        return by_triton(values, block_numel, non_finite)  # type: ignore[no-any-return]
+    squares = squares_by_block_reference(values, block_numel)
     if non_finite is not None:
-        for of_tensor in squares:
-            non_finite.masked_fill_(~of_tensor.isfinite().all(), 1)
+        non_finite.masked_fill_(~squares.isfinite().all(), 1)
     return squares
+
+
+def squares_of_each(
+    tensors: Sequence[Tensor], block_numel: int, *, non_finite: Tensor | None = None, backend: Backend = "auto"
+) -> list[Tensor]:
+    """Compute `squares_by_block` of each tensor."""
+    check_blocks("squares_by_block", tensors, block_numel)
+    return [squares_by_block(one, block_numel, non_finite=non_finite, backend=backend) for one in tensors]
 
 
 def squares_by_block_reference(values: Tensor, block_numel: int) -> Tensor:

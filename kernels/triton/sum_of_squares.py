@@ -7,7 +7,6 @@ a long integer, see exact_sum.py), with an atomic addition per limb. A single pr
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -17,12 +16,8 @@ from torch import Tensor
 from ..exact_sum import BIAS_BITS, NUM_LIMBS
 from .launch import launch, next_power_of_2
 
-MAX_ENTRIES = 1024  # tensors per launch: each program searches the first row of the table for its tensor
-_WIDTHS = (16, 128, MAX_ENTRIES)  # few, because each is compiled separately
-_NOWHERE = 2**63 - 1
 TILE_NUMEL = 4096  # elements of a program: 32 per thread
 LIMBS_TILE_NUMEL = 1024  # values of a program of the exact sum
-_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 @triton.jit
@@ -40,8 +35,19 @@ def _squares_of_rows(x):
 
 
 @triton.jit
-def _store_squares(squares, S_ptr, FLAG_ptr, block, ok):
-    """Store sums of blocks, and set the flag if a sum is not finite."""
+def _squares_kernel(
+    X_ptr, S_ptr, FLAG_ptr, n_blocks,
+    BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sum whole blocks of a buffer, and set the flag if a sum is not finite.
+
+    The mask is constant along a row, so loads are wide for any n_blocks.
+    """
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    ok = block < n_blocks
+    at = block[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
+    x = tl.load(X_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
+    squares = _squares_of_rows(x)
     tl.store(S_ptr + block, squares, mask=ok)
     if FLAG_ptr is not None:
         # NaN compares as false, so this finds NaN and inf.
@@ -50,139 +56,33 @@ def _store_squares(squares, S_ptr, FLAG_ptr, block, ok):
             tl.store(FLAG_ptr, 1)
 
 
-@triton.jit
-def _flat_kernel(
-    X_ptr, S_ptr, FLAG_ptr, n_blocks,
-    BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Sum whole blocks of a buffer. The mask is constant along a row, so loads are wide for any n_blocks."""
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    ok = block < n_blocks
-    at = block[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
-    x = tl.load(X_ptr + at, mask=ok[:, None], other=0.0).to(tl.float32)
-    _store_squares(_squares_of_rows(x), S_ptr, FLAG_ptr, block, ok)
+def squares_by_block(values: Tensor, block_numel: int, non_finite: Tensor | None) -> Tensor:
+    """Launch the sums of a tensor of any shape and strides -> (ceil(n / block_numel),) float64."""
+    flat = _aligned(values)
+    num_whole, rest = divmod(flat.numel(), block_numel)
+    squares = torch.empty(num_whole + bool(rest), dtype=torch.float64, device=flat.device)
+    _sum_whole_blocks(flat, squares, num_whole, block_numel, non_finite)
+    if rest:  # zeros add nothing
+        last = torch.nn.functional.pad(flat[num_whole * block_numel :], (0, block_numel - rest))
+        _sum_whole_blocks(last, squares[num_whole:], 1, block_numel, non_finite)
+    return squares
 
 
-@triton.jit
-def entry_of(program, TABLE_ptr, WIDTH: tl.constexpr):
-    """Return the entry of a program, and the index of the program within the entry (int64)."""
-    # The entry is the number of starts up to this program, less 1. Padding starts at _NOWHERE and never counts.
-    starts = tl.load(TABLE_ptr + tl.arange(0, WIDTH))
-    entry = tl.sum((starts <= program).to(tl.int32), axis=0) - 1
-    return entry, program - tl.load(TABLE_ptr + entry)
-
-
-@triton.jit
-def _table_kernel(
-    TABLE_ptr, S_ptr, FLAG_ptr,
-    DTYPE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Sum elements low to high of each entry, in blocks counted from its address, a multiple of 16 bytes."""
-    entry, part = entry_of(tl.program_id(0), TABLE_ptr, WIDTH)
-    address = tl.load(TABLE_ptr + WIDTH + entry)
-    low = tl.load(TABLE_ptr + 2 * WIDTH + entry)
-    high = tl.load(TABLE_ptr + 3 * WIDTH + entry)
-    first_square = tl.load(TABLE_ptr + 4 * WIDTH + entry)
-    X_ptr = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
-    start = part * (ROWS * BLOCK_NUMEL)
-    rows = tl.arange(0, ROWS)
-    at = start + rows[:, None] * BLOCK_NUMEL + tl.arange(0, BLOCK_NUMEL)[None, :]
-    # Both branches give a tensor of the same layout: a block's sum does not depend on the begin of an entry.
-    if (start >= low) & (start + ROWS * BLOCK_NUMEL <= high):
-        x = tl.load(X_ptr + at).to(tl.float32)
-    else:
-        x = tl.load(X_ptr + at, mask=(at >= low) & (at < high), other=0.0).to(tl.float32)
-    block = part * ROWS + rows
-    _store_squares(_squares_of_rows(x), S_ptr + first_square, FLAG_ptr, block, block * BLOCK_NUMEL < high)
-
-
-def squares_by_block(tensor: Tensor, block_numel: int) -> Tensor:
-    """Launch the sum of a tensor of any shape and strides -> (ceil(n / block_numel),) float64."""
-    flat = aligned(tensor)
-    if flat.numel() and flat.numel() % block_numel == 0:
-        return _squares_of_one(flat, block_numel, None)
-    return squares_of_each([flat], block_numel, None)[0]
-
-
-def squares_of_each(tensors: Sequence[Tensor], block_numel: int, non_finite: Tensor | None) -> list[Tensor]:
-    """Launch the sums of tensors of any shapes and strides -> (ceil(n / block_numel),) float64 of each."""
-    flats = [aligned(tensor) for tensor in tensors]
-    squares: dict[int, Tensor] = {}  # by index of a non-empty tensor
-    for dtype in {flat.dtype for flat in flats}:
-        chosen = [index for index, flat in enumerate(flats) if flat.dtype == dtype and flat.numel()]
-        if len(chosen) == 1 and flats[chosen[0]].numel() % block_numel == 0:
-            squares[chosen[0]] = _squares_of_one(flats[chosen[0]], block_numel, non_finite)
-        elif chosen:
-            spans = [(flats[index].data_ptr(), 0, flats[index].numel()) for index in chosen]
-            together, counts = squares_of_spans(spans, flats[chosen[0]], block_numel, non_finite)
-            squares |= zip(chosen, together.split(counts), strict=True)
-    numbered = enumerate(flats)
-    return [squares[index] if flat.numel() else flat.new_empty(0, dtype=torch.float64) for index, flat in numbered]
-
-
-def squares_of_spans(
-    spans: Sequence[tuple[int, int, int]], like: Tensor, block_numel: int, non_finite: Tensor | None
-) -> tuple[Tensor, list[int]]:
-    """Launch the sums of all spans' blocks. Returns (num_blocks,) float64, span after span, and blocks of each span.
-
-    spans: (address, low, high): a multiple of 16, then element offsets from the address, low < high, low in the first
-    block. like: a tensor of their dtype and device.
-    """
-    counts = [-(-high // block_numel) for _, _, high in spans]
-    first_squares = [0]
-    for count in counts:
-        first_squares.append(first_squares[-1] + count)
-    squares = torch.empty(first_squares[-1], dtype=torch.float64, device=like.device)
-    rows = TILE_NUMEL // block_numel
-    num_programs = [-(-count // rows) for count in counts]
-    fields = [*map(list, zip(*spans, strict=True)), first_squares[:-1]]
-    for table, width, grid in tables(num_programs, fields, like.device):
-        launch(
-            _table_kernel, (grid,), num_warps=4, TABLE_ptr=table, S_ptr=squares, FLAG_ptr=non_finite,
-            DTYPE=_DTYPES[like.dtype], WIDTH=width, BLOCK_NUMEL=block_numel, ROWS=rows,
-        )  # fmt: skip
-    return squares, counts
-
-
-def tables(
-    num_programs: Sequence[int], fields: Sequence[Sequence[int]], device: torch.device
-) -> Iterator[tuple[Tensor, int, int]]:
-    """Iterate over (table, width, programs) of each launch. num_programs: of each entry, at least 1.
-
-    A table lets a launch process many tensors: (num_fields, width) int64, with a column per entry. The first row has
-    each entry's first program, and the rows after it are `fields`, values by entry. Width is a power of two; padding
-    entries start at no program. The copy to a GPU is from pinned memory, so that the host does not wait.
-    """
-    for first in range(0, len(num_programs), MAX_ENTRIES):
-        counts = num_programs[first : first + MAX_ENTRIES]
-        width = next(width for width in _WIDTHS if width >= len(counts))
-        starts = [0]
-        for count in counts:
-            assert count >= 1
-            starts.append(starts[-1] + count)
-        padding = width - len(counts)
-        rows = [starts[:-1] + [_NOWHERE] * padding]
-        rows += [[*field[first : first + MAX_ENTRIES], *[0] * padding] for field in fields]
-        has_device = device.type != "cpu" and torch.accelerator.is_available()  # False in a recorded launch
-        on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=has_device)
-        yield on_host.to(device, non_blocking=True), width, starts[-1]
-
-
-def aligned(tensor: Tensor) -> Tensor:
+def _aligned(tensor: Tensor) -> Tensor:
     """Return tensor as (n,), contiguous, at an address that is a multiple of 16 bytes; itself if it is so already."""
     flat = tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1).contiguous()
-    # A view may begin at any element, but `_table_kernel` tells the compiler that addresses are multiples of 16.
+    # A view may begin at any element. At other addresses Triton would compile a second kernel, with narrow loads.
     return flat if flat.data_ptr() % 16 == 0 else flat.clone()
 
 
-def _squares_of_one(flat: Tensor, block_numel: int, non_finite: Tensor | None) -> Tensor:
-    n_blocks, rows = flat.numel() // block_numel, TILE_NUMEL // block_numel
-    squares = torch.empty(n_blocks, dtype=torch.float64, device=flat.device)
+def _sum_whole_blocks(
+    flat: Tensor, squares: Tensor, n_blocks: int, block_numel: int, non_finite: Tensor | None
+) -> None:
+    rows = TILE_NUMEL // block_numel
     launch(
-        _flat_kernel, (-(-n_blocks // rows),), num_warps=4, X_ptr=flat, S_ptr=squares, FLAG_ptr=non_finite,
+        _squares_kernel, (-(-n_blocks // rows),), num_warps=4, X_ptr=flat, S_ptr=squares, FLAG_ptr=non_finite,
         n_blocks=n_blocks, BLOCK_NUMEL=block_numel, ROWS=rows,
     )  # fmt: skip
-    return squares
 
 
 # Else Triton would compile again for values that are 1 or multiples of 16.

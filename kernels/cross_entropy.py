@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -43,51 +43,24 @@ from .loss_terms import LossOptions, LossTerms, check_label_range, check_labels_
 _BLOCK_BYTES = 4 * 2**20  # logits that the eager reference casts to float32 at a time: bounds memory, fits a cache
 
 
-@overload
 def cross_entropy(
     logits: Tensor,
     labels: Tensor,
     *,
-    return_z_loss: Literal[False] = ...,
-    overwrite_logits: bool = ...,
-    backend: Backend = ...,
-    **options: Unpack[LossOptions],
-) -> Tensor: ...
-
-
-@overload
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    return_z_loss: Literal[True],
-    overwrite_logits: bool = ...,
-    backend: Backend = ...,
-    **options: Unpack[LossOptions],
-) -> tuple[Tensor, Tensor]: ...
-
-
-def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    return_z_loss: bool = False,
     overwrite_logits: bool = False,
     backend: Backend = "auto",
     **options: Unpack[LossOptions],
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor:
     """Compute the cross-entropy in float32 (float64 for float64 logits): a scalar, or (...) for reduction "none".
 
     logits: (..., vocabulary); labels: (...), int64 or int32. options: fields of `LossTerms`.
-    return_z_loss: return also the z_loss * lse^2 part of the loss, reduced alike and without gradient, for logs.
     overwrite_logits: write the gradient over the logits in backward, to save their size. Nothing may read the logits
     after backward begins. Leaf logits that require a gradient raise ValueError, a second backward RuntimeError.
     Raises ValueError if shapes or options do not fit. For labels out of range see [Note: labels out of range].
     """
     if has_torch_function_unary(logits):  # a subclass, such as vocab-parallel logits, may compute the loss itself
-        given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
-        itself: Any = cross_entropy  # an overloaded function does not fit the type that torch expects
-        loss: Tensor = handle_torch_function(itself, (logits,), logits, labels, **given)
+        given: dict[str, Any] = {"overwrite_logits": overwrite_logits, "backend": backend, **options}
+        loss: Tensor = handle_torch_function(cross_entropy, (logits,), logits, labels, **given)
         return loss
     if overwrite_logits and logits.requires_grad and logits.is_leaf:
         raise ValueError(
@@ -95,11 +68,11 @@ def cross_entropy(
             "that requires a gradient and would be overwritten; use overwrite_logits=False"
         )
     if is_compiling():
-        return _compiled(logits, labels, return_z_loss, overwrite_logits, backend, options)
+        return _compiled(logits, labels, overwrite_logits, backend, options)
     terms, launches = _prepared(form_of(logits), form_of(labels), backend, tuple(options.items()))
     if launches is None:
         check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
-    return _apply(logits, labels, terms, launches, overwrite_logits, return_z_loss)  # type: ignore[no-any-return]
+    return _apply(logits, labels, terms, launches, overwrite_logits)  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=MOST_PREPARED)
@@ -114,20 +87,18 @@ def _prepared(
     return terms, triton_form("cross_entropy").CrossEntropy(logits, labels, terms)
 
 
-def _compiled(
-    logits: Tensor, labels: Tensor, return_z_loss: bool, overwrite_logits: bool, backend: Backend, options: LossOptions
-) -> Tensor | tuple[Tensor, Tensor]:
+def _compiled(logits: Tensor, labels: Tensor, overwrite_logits: bool, backend: Backend, options: LossOptions) -> Tensor:
     """Compute `cross_entropy` in code that a compiler traces: it traces the reference, but no launch."""
     terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", form_of(logits), form_of(labels))
     if form_uses_triton(backend, "cross_entropy", form_of(logits), form_of(labels)):
         from .untraced import untraced
 
-        given = {"return_z_loss": return_z_loss, "overwrite_logits": overwrite_logits, "backend": backend, **options}
+        given: dict[str, Any] = {"overwrite_logits": overwrite_logits, "backend": backend, **options}
         return untraced(cross_entropy, logits, labels, **given)  # type: ignore[no-any-return]
     check_label_range("cross_entropy", labels, logits.shape[-1], terms.ignore_index)
     apply: Callable[..., Any] = _CrossEntropy.apply  # the compiler traces torch's form
-    return apply(logits, labels, terms, None, overwrite_logits, return_z_loss)  # type: ignore[no-any-return]
+    return apply(logits, labels, terms, None, overwrite_logits)  # type: ignore[no-any-return]
 
 
 def losses_of_rows(
@@ -237,8 +208,7 @@ class _CrossEntropy(torch.autograd.Function):
         terms: LossTerms,
         launches: Any,
         overwrite_logits: bool,
-        returns_z: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    ) -> Tensor:
         # Kernels find the label of a row by the row's number.
         labels = labels.contiguous()
         if launches is not None:
@@ -248,21 +218,11 @@ class _CrossEntropy(torch.autograd.Function):
             loss = terms.reduced(losses, terms.divisor(labels), labels.shape)
         ctx.save_for_backward(logits, labels, lse)
         ctx.terms, ctx.launches, ctx.overwrites, ctx.spent = terms, launches, overwrite_logits, False
-        if not returns_z:
-            return loss  # type: ignore[no-any-return]
-        # Behind the lse of all rows, Triton's form keeps losses and a count in the tensor.
-        of_rows = terms.z_loss * lse[: labels.numel()].square()
-        reduced_z = terms.reduced(of_rows, terms.divisor(labels), labels.shape)
-        ctx.mark_non_differentiable(reduced_z)
-        # The z-loss has no gradient, and backward needs no zeros in its place.
-        ctx.set_materialize_grads(False)
-        return loss, reduced_z
+        return loss  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor | None, _dz: None = None) -> tuple[Tensor | None, ...]:
-        if dloss is None:
-            return None, None, None, None, None, None
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.spent:
             raise RuntimeError(
                 "cross_entropy: overwrite_logits=True allows a single backward, found a second; the first has written "
@@ -271,13 +231,13 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, lse = ctx.saved_tensors
         ctx.spent = ctx.overwrites
         if ctx.launches is not None:
-            return ctx.launches.backward(dloss, logits, labels, lse, ctx.overwrites), None, None, None, None, None
+            return ctx.launches.backward(dloss, logits, labels, lse, ctx.overwrites), None, None, None, None
         rows, terms = as_rows(logits), ctx.terms
         # Rows of an expanded tensor share memory and cannot hold a gradient each.
         in_place = ctx.overwrites and (len(rows) <= 1 or rows.stride(0) >= rows.shape[1])
         dx = rows if in_place else torch.empty_like(rows, memory_format=torch.contiguous_format)
         gradient_reference(rows, labels.view(-1), lse, terms.scale_of_rows(dloss, terms.divisor(labels)), terms, dx)
-        return dx.view(logits.shape), None, None, None, None, None
+        return dx.view(logits.shape), None, None, None, None
 
 
 _apply = direct_apply(_CrossEntropy)

@@ -8,35 +8,21 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from .cross_entropy import cross_entropy
-    from .fuse import Fused, fuse_model
-    from .fused_loss import loss_only
-    from .gated_mlp import geglu, geglu_packed, swiglu, swiglu_packed
-    from .linear_cross_entropy import linear_cross_entropy
-    from .optimizer_step import update_runs, update_shard
-    from .rotary import rotary_embedding
-    from .row_norm import add_rms_norm, rms_norm
-    from .sum_of_squares import squares_by_block, squares_of_each
-
-__all__ = [
-    "Fused",
-    "add_rms_norm",
-    "cross_entropy",
-    "fuse_model",
-    "geglu",
-    "geglu_packed",
-    "linear_cross_entropy",
-    "loss_only",
-    "rms_norm",
-    "rotary_embedding",
-    "squares_by_block",
-    "squares_of_each",
-    "swiglu",
-    "swiglu_packed",
-    "update_runs",
-    "update_shard",
-]
+if TYPE_CHECKING:  # "as" exports a name
+    from .cross_entropy import cross_entropy as cross_entropy
+    from .fuse import Fused as Fused, fuse_model as fuse_model
+    from .fused_loss import loss_only as loss_only
+    from .gated_mlp import (
+        geglu as geglu,
+        geglu_packed as geglu_packed,
+        swiglu as swiglu,
+        swiglu_packed as swiglu_packed,
+    )
+    from .linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+    from .optimizer_step import update_runs as update_runs, update_shard as update_shard
+    from .rotary import rotary_embedding as rotary_embedding
+    from .row_norm import add_rms_norm as add_rms_norm, rms_norm as rms_norm
+    from .sum_of_squares import squares_by_block as squares_by_block, squares_of_each as squares_of_each
 
 _HOME = {
     "Fused": ".fuse",
@@ -56,6 +42,7 @@ _HOME = {
     "update_runs": ".optimizer_step",
     "update_shard": ".optimizer_step",
 }
+__all__ = list(_HOME)
 
 
 class _Package(ModuleType):

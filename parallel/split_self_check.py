@@ -26,6 +26,7 @@ from ..comm import CollectiveError, Collectives
 from ..model.patches import ModelPatches
 from ..model.random_states import random_states
 from ..model.recomputing import BufferValues
+from ..pipe.split.trees import leaves
 from .plan import TensorPlan
 from .splits import LayerSplit, Style, is_linear
 
@@ -257,11 +258,7 @@ def _without_values(module: nn.Module, experts: Sequence[nn.Module]) -> nn.Modul
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        value = tuple(value.values())
-    return [one for part in value for one in _tensors(part)] if isinstance(value, tuple | list) else []
+    return [one for one in leaves(value) if isinstance(one, Tensor) and one.is_floating_point()]
 
 
 def distance_of(found: Tensor, right: Tensor) -> float:

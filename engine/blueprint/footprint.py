@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache, partial
@@ -17,6 +17,7 @@ from ...comm.shared_segment import page_aligned
 from ...kernels.optimizer_step import chunk_numel
 from ...kernels.quantized_blocks import quantized_bytes
 from ...offload import FileStore
+from ...optimizers.optimizer import WholeTensorRule
 from ...zero.host_update import MAX_COMING, MAX_LEAVING
 from ...zero.layout import round_up
 from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
@@ -69,11 +70,9 @@ def bytes_of(blueprint: Blueprint, rank: int = 0, moment: MemoryPhase = MemoryPh
     return Footprint(blueprint, rank).at(moment)
 
 
-def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = None) -> int:
-    """Return the bytes of shared memory that the ranks of the host take; 0 on other transports.
-
-    exchanged: axis -> bytes of the largest tensor that its ranks exchange within the model. None: the size that is
-    known without a batch, and that ranks take before the first batch.
+def shared_bytes(blueprint: Blueprint) -> int:
+    """Return the bytes of shared memory that the ranks of the host take before the first batch; 0 on other
+    transports.
     """
     if blueprint.transport != "shared_memory":
         return 0
@@ -81,9 +80,8 @@ def shared_bytes(blueprint: Blueprint, exchanged: Mapping[str, int] | None = Non
     lines = [*parallel_dims.lines(blueprint.folds), *((name,) for name in blueprint.inner)]
     sizes = [parallel_dims.size(names) for names in lines]
     total = sum(parallel_dims.num_ranks // size * counters_bytes(size) for size in sizes if size > 1)
-    largest = {name: known_exchange_bytes(blueprint) for name in parallel_dims.wide((SEQUENCE, TENSOR))}
-    for nbytes in {**largest, **(exchanged or {})}.values():
-        total += parallel_dims.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(nbytes)
+    exchanged = parallel_dims.num_ranks * EXCHANGE_SLOTS * exchange_slot_bytes(known_exchange_bytes(blueprint))
+    total += exchanged * len(parallel_dims.wide((SEQUENCE, TENSOR)))
     common: Counter[int] = Counter()  # number of ranks that share a copy -> bytes, summed over all ranks
     for plan in blueprint.places:
         total += same_size * _ring_bytes(plan, parallel_dims)
@@ -428,8 +426,9 @@ class Footprint:
 
     def _factors(self, group: GroupPlan) -> int:
         """Return the bytes of states that are not elementwise, for this rank's matrices of the group."""
-        owned = self._owned_shapes(group)
-        return sum(map(self._blueprint.optimizer.factor_numel, owned)) * max(4, group.dtype.itemsize)
+        rule, owned = self._blueprint.optimizer.whole, self._owned_shapes(group)
+        factors = [factor for shape in owned if rule is not None for factor in rule.factors(shape).values()]
+        return sum(map(math.prod, factors)) * max(4, group.dtype.itemsize)
 
     def _owned_shapes(self, group: GroupPlan) -> list[tuple[int, ...]]:
         """Return the shapes of the group's matrices that this rank owns."""
@@ -476,18 +475,20 @@ class Footprint:
 
         A direction of a shard in float32 or wider, and this rank's matrices: see `MatrixTrip`.
         """
-        optimizer, found = self._blueprint.optimizer, [0, 0]
-        for group in self._plan.updated if optimizer.looks_at_whole else ():
+        optimizer, rule, found = self._blueprint.optimizer, self._blueprint.optimizer.whole, [0, 0]
+        if rule is None:
+            return 0, 0
+        for group in self._plan.updated:
             is_matrix = optimizer.is_matrix(group.params[0][1]) if group.params else False
-            if optimizer.rule_beside_matrices is not None and not is_matrix:
+            if rule.beside is not None and not is_matrix:
                 continue  # the elementwise rule updates this group
             numel, itemsize = group.layout.shard_numel, max(4, group.dtype.itemsize)
-            sent, beside = self._of_matrices(group) if is_matrix else (0, 0)
+            sent, beside = self._of_matrices(group, rule) if is_matrix else (0, 0)
             on_host = int(self._is_on_accelerator and self.leaves(group))
             in_pass = min(numel, chunk_numel("cpu" if on_host else self._blueprint.device))
             elementwise = (1 + self._is_scaled) * in_pass * itemsize  # a result, and the gradient that is multiplied
             norms = 0
-            if optimizer.takes_norms:  # squares in float64, and these padded to whole blocks
+            if rule.ratio is not None:  # squares in float64, and these padded to whole blocks
                 largest = max((view.numel for view in group.layout.param_views), default=0)  # on some rank whole
                 norms = 2 * 8 * min(in_pass, largest)
             more = max(sent * itemsize, beside * itemsize, norms, elementwise)
@@ -502,11 +503,11 @@ class Footprint:
         has_terms = self._accumulates or self._size(self._blueprint.parallel_dims.data) > 1
         return has_terms or config.gradient_clipping > 0 or config.fp16.enabled
 
-    def _of_matrices(self, group: GroupPlan) -> tuple[int, int]:
+    def _of_matrices(self, group: GroupPlan, rule: WholeTensorRule) -> tuple[int, int]:
         """Return the elements that an update of matrices takes beside its direction: (while they are sent, then)."""
-        optimizer, owned = self._blueprint.optimizer, self._owned_shapes(group)
+        owned = self._owned_shapes(group)
         whole, is_sharded = sum(map(math.prod, owned)), self._counts(group.sharding).states > 1
-        workspace, replicas = max(map(optimizer.workspace_numel, owned), default=0), self._size(group.sharding.replicas)
+        workspace, replicas = max(map(rule.workspace, owned), default=0), self._size(group.sharding.replicas)
         if is_sharded:
             return group.layout.shard_numel + whole, max(2 * whole, whole + workspace)
         return (group.layout.shard_numel + replicas * whole) * (replicas > 1), workspace  # each gets a copy

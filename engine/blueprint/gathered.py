@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import cast
 
 import torch
@@ -20,44 +21,34 @@ from .pipeline_plan import PipelinePlan
 
 def peak_gathered_bytes(blueprint: Blueprint, place: int, bytes_of: Callable[[GroupPlan], int]) -> int:
     """Return the peak in a training microbatch or a pipeline step. bytes_of: the bytes that gathering a group adds."""
-    tally = _Tally()
+    changes: list[int] = []
     units = [
-        Unit(unit.name, unit.module, [_counted(tally, group, bytes_of(group)) for group in groups], [])
+        Unit(unit.name, unit.module, [_counted(changes, group, bytes_of(group)) for group in groups], [])
         for unit, groups in blueprint.places[place].units
     ]
     if blueprint.pipeline is None:
         _run_microbatch(UnitSequence(units, blueprint.prefetch_numel, Progress()))
     else:
         _run_schedule(blueprint.pipeline.at(blueprint.stage_place_of(place)), units)
-    return tally.most
-
-
-class _Tally:
-    """Counts bytes and their peak."""
-
-    now = most = 0
-
-    def add(self, nbytes: int) -> None:
-        self.now += nbytes
-        self.most = max(self.most, self.now)
+    return max(accumulate(changes, initial=0))
 
 
 class _CountedGroup:
-    """A `ShardedGroup` that counts its memory instead of taking it."""
+    """A `ShardedGroup` that notes changes of its memory instead of taking it."""
 
     # Nobody keeps a group full in a planned microbatch, so `keeper` stays None.
     frees_memory = True
     keeper = None
 
-    def __init__(self, tally: _Tally, plan: GroupPlan, nbytes: int) -> None:
+    def __init__(self, changes: list[int], plan: GroupPlan, nbytes: int) -> None:
         self.layout = plan.layout
         self.sharded_state = ShardedState.SHARDED
-        self._tally = tally
+        self._changes = changes
         self._nbytes = nbytes
 
     def start_gather(self) -> None:
         if self.sharded_state is ShardedState.SHARDED:
-            self._tally.add(self._nbytes)
+            self._changes.append(self._nbytes)
             self.sharded_state = ShardedState.UNSHARDING
 
     def gather(self) -> None:
@@ -66,12 +57,12 @@ class _CountedGroup:
 
     def release(self, holds_shard: bool = False) -> None:
         if self.sharded_state is not ShardedState.SHARDED:
-            self._tally.add(-self._nbytes)
+            self._changes.append(-self._nbytes)
             self.sharded_state = ShardedState.SHARDED
 
 
-def _counted(tally: _Tally, plan: GroupPlan, nbytes: int) -> ShardedGroup:
-    return cast(ShardedGroup, _CountedGroup(tally, plan, nbytes))
+def _counted(changes: list[int], plan: GroupPlan, nbytes: int) -> ShardedGroup:
+    return cast(ShardedGroup, _CountedGroup(changes, plan, nbytes))
 
 
 # A planner may run without gradients, and `begin_forward` would then expect no backward.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -171,32 +170,9 @@ class OptimizerPlan:
         return self.moves_matrices and id(param) in self._matrices
 
     @property
-    def looks_at_whole(self) -> bool:
-        """Whether an update works on whole parameters, while a shard has parts of them."""
-        return isinstance(self.fused, WholeUpdate)
-
-    @property
     def moves_matrices(self) -> bool:
         """Whether ranks exchange parts of whole matrices."""
         return self.fused is not None and bool(self.fused.by_group)
-
-    @property
-    def rule_beside_matrices(self) -> Optimizer | None:
-        """The rule for parameters that are no matrices, if it differs."""
-        return None if self._whole is None else self._whole.beside
-
-    def factor_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements of a matrix's states that are not elementwise."""
-        return 0 if self._whole is None else sum(math.prod(one) for one in self._whole.factors(shape).values())
-
-    @property
-    def takes_norms(self) -> bool:
-        """Whether an update needs the norms of parameters."""
-        return self._whole is not None and self._whole.ratio is not None
-
-    def workspace_numel(self, shape: Sequence[int]) -> int:
-        """Return the elements that the update of a matrix allocates."""
-        return 0 if self._whole is None else self._whole.workspace(shape)
 
     @property
     def sends_signs(self) -> bool:
@@ -204,7 +180,8 @@ class OptimizerPlan:
         return self.fused is not None and self.fused.optimizer.sends_signs
 
     @property
-    def _whole(self) -> WholeTensorRule | None:
+    def whole(self) -> WholeTensorRule | None:
+        """The rule of an update that works on whole parameters, while a shard has parts of them."""
         return None if self.fused is None else self.fused.optimizer.whole
 
     @cached_property

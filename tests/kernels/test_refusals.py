@@ -29,7 +29,11 @@ OF_LOSSES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (partial(cross_entropy, label_smoothing=1.5), (X, LABELS), r"expected label_smoothing in \[0, 1\], found 1.5"),
     (partial(cross_entropy, z_loss=-1.0), (X, LABELS), "expected z_loss of at least 0 and finite, found -1.0"),
     (partial(cross_entropy, soft_cap=0.0), (X, LABELS), "soft_cap above 0 and finite, or None for no cap; found 0.0"),
-    (partial(cross_entropy, reduction="max"), (X, LABELS), 'a reduction of "mean", "sum", "none", found "max"'),
+    (
+        partial(cross_entropy, reduction="max"),  # type: ignore[arg-type]  # it is refused
+        (X, LABELS),
+        'a reduction of "mean", "sum", "none", found "max"',
+    ),
     (linear_cross_entropy, (X, W[:, 1:], LABELS), r"weight of shape \(vocabulary, 8\), .*; found \(5, 7\)"),
     (linear_cross_entropy, (X, W, LABELS, torch.ones(4)), r"expected bias of shape \(5,\), .*; found \(4,\)"),
     (linear_cross_entropy, (X, W.bfloat16(), LABELS), "torch.float32, the dtype of hidden, found torch.bfloat16"),

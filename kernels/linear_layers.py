@@ -134,5 +134,10 @@ def _transposes(module: nn.Module) -> bool | None:
         return None
     if type(module) is nn.Linear:
         return False
-    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
-    return True if is_conv1d else None
+    return True if is_conv1d(module) else None
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Return whether a module is GPT-2's linear layer, with a weight of (in, out)."""
+    # By name, because transformers is optional and must not be imported for this.
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")

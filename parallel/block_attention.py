@@ -264,21 +264,20 @@ class Scores:
         return of_query.reshape(query.shape), of_key, of_value
 
 
-class Outputs:
-    """The outputs over all keys so far, (rows, heads, queries, value size) in a wide dtype, and their `lse`."""
+def no_outputs(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output over no keys, (rows, heads, queries, value size) in a wide dtype, and its lse."""
+    wide = accumulated(query.dtype)
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
+    return out, query.new_full(query.shape[:3], -math.inf, dtype=wide)
 
-    def __init__(self, query: Tensor, value: Tensor) -> None:
-        wide = accumulated(query.dtype)
-        self.out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=wide)
-        self.lse = query.new_full(query.shape[:3], -math.inf, dtype=wide)
 
-    def add(self, part: slice, out: Tensor, lse: Tensor) -> None:
-        """Add the outputs of some queries over further keys."""
-        total = torch.logaddexp(self.lse[:, :, part], lse)
-        # Both outputs are divided by their own sums of exponentials: weigh them by their parts of the total.
-        had, more = (_weights(one[..., None], total) for one in (self.lse[:, :, part], lse))
-        self.out[:, :, part].mul_(had).addcmul_(out.to(self.out.dtype), more)
-        self.lse[:, :, part] = total
+def add_outputs(out: Tensor, lse: Tensor, more: Tensor, lse_of_more: Tensor) -> None:
+    """Add the outputs of the same queries over further keys to out, in place, and update its lse."""
+    total = torch.logaddexp(lse, lse_of_more)
+    # Both outputs are divided by their own sums of exponentials: weigh them by their parts of the total.
+    had, added = (_weights(one[..., None], total) for one in (lse, lse_of_more))
+    out.mul_(had).addcmul_(more.to(out.dtype), added)
+    lse.copy_(total)
 
 
 def accumulated(dtype: torch.dtype) -> torch.dtype:

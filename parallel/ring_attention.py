@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Collectives
-from .block_attention import Outputs, Scores, Seen, accumulated
+from .block_attention import Scores, Seen, accumulated, add_outputs, no_outputs
 
 _KEYS = "keys and values of attention round a ring"
 _GRADIENTS = "the gradients of keys and values of attention round a ring"
@@ -131,7 +131,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores: Scores) -> Tensor:
         query, key, value = ring.to_balanced([query, key, value])
-        outputs = Outputs(query, value)
+        total, lse = no_outputs(query, value)
         blocks, shapes = _packed([key, value]), (key.shape, value.shape)
         # The blocks of the next hop are in flight while this hop computes.
         for hop in range(ring.hops + 1):
@@ -140,11 +140,11 @@ class _RingAttention(torch.autograd.Function):
             for part, queries, of, keys in _pairs(ring, hop):
                 found = scores.forward(query[:, :, part], there[:, :, of], those[:, :, of], queries, keys)
                 if found is not None:
-                    outputs.add(part, *found)
+                    add_outputs(total[:, :, part], lse[:, :, part], *found)
             if arriving is not None:
                 blocks = arriving.wait()
-        out = outputs.out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, outputs.lse)
+        out = total.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.ring, ctx.scores = ring, scores
         return ring.from_balanced([out])[0]
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import nn
 
+from ..kernels.linear_layers import is_conv1d
 from ..offload import TensorShard
 
 
@@ -80,12 +81,6 @@ class LayerSplit:
     def is_transposed(self) -> bool:
         """Whether the weight is (in, out)."""
         return is_conv1d(self.module)
-
-
-def is_conv1d(module: nn.Module) -> bool:
-    """Return whether a module is GPT-2's linear layer, with a weight of (in, out)."""
-    # By name, because transformers is optional and must not be imported for this.
-    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
 
 def is_linear(module: nn.Module) -> bool:

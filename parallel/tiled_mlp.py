@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ..kernels.linear_layers import is_conv1d
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
 from ..model.random_states import random_states, set_random_states
 from ..model.recomputing import BufferValues, in_eval_mode
-from .splits import is_conv1d
 
 MIN_TILE = 256
 # "dense(gated)act" are the MLPs of T5.

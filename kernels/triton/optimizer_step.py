@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -258,13 +258,12 @@ class UpdateLaunch:
         self._grid = (first,)
         self._table, self._is_aligned = shard_table(tuple(rows), self._device, stream)
         self._shard_of_program = shard_of_program(tuple(num_programs), self._device, stream)
-        chosen = OptionChunks.of(runs, steps, optimizer.coefficients_at, merges_equal)
+        found = merged_runs(runs, steps, optimizer.coefficients_at, merges_equal)
+        ends, choices, self.coefficients, self._sources = found  # coefficients: in this step
         self._runs: tuple[Tensor | None, ...] = (None, None, None)
-        if len(chosen.ends) > 1:
-            self._runs = run_table(chosen.ends, chosen.choices, tile_numel, self._device, stream)
-        self.coefficients = chosen.coefficients
-        """In this step."""
-        self._sources, self._step = chosen.sources, step
+        if len(ends) > 1:
+            self._runs = run_table(ends, choices, tile_numel, self._device, stream)
+        self._step = step
 
     @property
     def sources(self) -> tuple[tuple[int, int], ...]:
@@ -332,48 +331,41 @@ def shard_of_program(num_programs: tuple[int, ...], device: torch.device, stream
     return on_device(shards.repeat_interleave(torch.tensor(num_programs)), device)
 
 
-class OptionChunks(NamedTuple):
-    """Runs of elements with equal coefficients; adjacent runs differ."""
+def merged_runs(
+    runs: Sequence[tuple[int, Options]],
+    steps: Sequence[int],
+    coefficients: Callable[[Options, int], Coefficients],
+    merges_equal: bool = True,
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Coefficients, ...], tuple[tuple[Options, int], ...]]:
+    """Merge adjacent runs with the same options and step. runs: (end, options), ascending; steps: of each run.
 
-    ends: tuple[int, ...]
-    choices: tuple[int, ...]  # index in `coefficients` of each run
-    coefficients: tuple[Coefficients, ...]  # with MAX_COEFFICIENTS numbers each
-    sources: tuple[tuple[Options, int], ...]  # options and step of each row of coefficients
-
-    @staticmethod
-    def of(
-        runs: Sequence[tuple[int, Options]],
-        steps: Sequence[int],
-        coefficients: Callable[[Options, int], Coefficients],
-        merges_equal: bool = True,
-    ) -> OptionChunks:
-        """Merge adjacent runs with the same options and step. runs: (end, options), ascending; steps: of each run.
-
-        coefficients(options, step): the rule's numbers. merges_equal: merge also runs with equal coefficients.
-        """
-        by_options: dict[tuple[int, int], int] = {}  # (id of options, step) -> choice: many runs share few options
-        by_value: dict[Any, int] = {}
-        rows: list[Coefficients] = []
-        sources: list[tuple[Options, int]] = []
-        ends: list[int] = []
-        choices: list[int] = []
-        for (end, options), step in zip(runs, steps, strict=True):
-            if end == (ends[-1] if ends else 0):
-                continue
-            choice = by_options.get((id(options), step))
-            if choice is None:
-                values = _coefficients_at(coefficients, options, step)
-                choice = by_value.setdefault(values if merges_equal else len(rows), len(rows))
-                by_options[id(options), step] = choice
-                if choice == len(rows):
-                    rows.append(values)
-                    sources.append((options, step))
-            if choices and choices[-1] == choice:
-                ends[-1] = end
-                continue
-            ends.append(end)
-            choices.append(choice)
-        return OptionChunks(tuple(ends), tuple(choices), tuple(rows), tuple(sources))
+    coefficients(options, step): the rule's numbers. merges_equal: merge also runs with equal coefficients.
+    Returns the ends of the merged runs; the choice of each, an index in the rest: rows of MAX_COEFFICIENTS numbers, and
+    the options and the step of each row.
+    """
+    by_options: dict[tuple[int, int], int] = {}  # (id of options, step) -> choice: many runs share few options
+    by_value: dict[Any, int] = {}
+    rows: list[Coefficients] = []
+    sources: list[tuple[Options, int]] = []
+    ends: list[int] = []
+    choices: list[int] = []
+    for (end, options), step in zip(runs, steps, strict=True):
+        if end == (ends[-1] if ends else 0):
+            continue
+        choice = by_options.get((id(options), step))
+        if choice is None:
+            values = _coefficients_at(coefficients, options, step)
+            choice = by_value.setdefault(values if merges_equal else len(rows), len(rows))
+            by_options[id(options), step] = choice
+            if choice == len(rows):
+                rows.append(values)
+                sources.append((options, step))
+        if choices and choices[-1] == choice:
+            ends[-1] = end
+            continue
+        ends.append(end)
+        choices.append(choice)
+    return tuple(ends), tuple(choices), tuple(rows), tuple(sources)
 
 
 def _coefficients_at(coefficients: Callable[[Options, int], Coefficients], options: Options, step: int) -> Coefficients:

@@ -16,7 +16,7 @@ from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import ShardUpdate, UpdateLaunches, update_runs, update_shard, update_shards
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
-from lowtide.kernels.triton.optimizer_step import OptionChunks, run_table
+from lowtide.kernels.triton.optimizer_step import merged_runs, run_table
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, assert_same
@@ -185,9 +185,9 @@ def test_stretches_that_agree_are_one() -> None:
     coefficients = OPTIMIZERS["adamw"].coefficients
     assert coefficients is not None
     runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
-    found = OptionChunks.of(runs, [3] * len(runs), coefficients)
-    assert found.ends == (20, 30, 40) and found.choices == (0, 1, 0)
-    assert found.coefficients == (coefficients(options, 3), coefficients(other, 3))
+    ends, choices, rows, _ = merged_runs(runs, [3] * len(runs), coefficients)
+    assert ends == (20, 30, 40) and choices == (0, 1, 0)
+    assert rows == (coefficients(options, 3), coefficients(other, 3))
 
 
 def test_one_set_of_options_needs_no_table() -> None:

@@ -26,13 +26,6 @@ BIAS_BITS = 1152  # 36 limbs below one: the smallest float64, 2^-1074, is a whol
 NUM_LIMBS = 72
 
 
-def to_limbs(values: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """Sum finite float64 values, (n,), exactly into (NUM_LIMBS,) int64."""
-    sums = torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=values.device)
-    add_limbs(sums, values, 0, NUM_LIMBS, backend=backend)
-    return sums[:NUM_LIMBS]
-
-
 def add_limbs(sums: Tensor, values: Tensor, row: int, flag: int, *, backend: Backend = "auto") -> None:
     """Add the finite values exactly to the limbs sums[row : row + NUM_LIMBS]. Set sums[flag] = 1 for inf or nan.
 

@@ -32,18 +32,12 @@ _MEANINGS = {Op.F: "forward", Op.B: "backward", Op.I: "input half", Op.W: "weigh
 _Cell = tuple[str, Action | None]  # (text, action); no action: idle time, or the name of the rank
 
 
-def text_grid(simulation: Simulation, width: int = 120) -> str:
+def colour_grid(simulation: Simulation, width: int = 120) -> Text:
     """Draw a line per rank, time from left to right. A grid wider than `width` continues in further panels.
 
     A cell begins with its action, and its length is the action's time: `0F0` of stage 0, or `F0` if each rank has a
-    single stage. Dots are idle time.
+    single stage. Dots are idle time. F is blue, B green, I magenta, W yellow; odd chunks of a rank are brighter.
     """
-    panels = [["".join(text for text, _ in row).rstrip() for row in panel] for panel in _panels(simulation, width)]
-    return "\n\n".join("\n".join(panel) for panel in panels) + "\n"
-
-
-def colour_grid(simulation: Simulation, width: int = 120) -> Text:
-    """Draw `text_grid` for rich's console: F blue, B green, I magenta, W yellow; odd chunks of a rank brighter."""
     from rich.text import Text
 
     text = Text(no_wrap=True)

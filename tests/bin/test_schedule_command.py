@@ -9,11 +9,11 @@ import pytest
 
 from lowtide.bin.main import main as lowtide_main
 from lowtide.bin.schedule import main
-from lowtide.pipe.schedules.grid import text_grid
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Schedule, ScheduleError
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
+from tests.pipe.pipelines import text_grid
 
 Capture = pytest.CaptureFixture[str]
 DOCS = Path(__file__).parents[2] / "docs"

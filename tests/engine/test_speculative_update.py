@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lowtide.engine.step import step_update
 from lowtide.engine.step.step_sums import Clipping, NonFiniteGradientError, SummedStep
-from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs
+from lowtide.kernels.exact_sum import NUM_LIMBS
+from tests.kernels.exact import to_limbs
 from tests.kit import models
 from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool, on_ranks

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lowtide.kernels.exact_sum import NUM_LIMBS, add_limbs
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _FLOAT32_ROUNDING = 2.0**-23
 
@@ -28,3 +30,10 @@ def assert_near_float64(found: Tensor, exact: Tensor, magnitude: Tensor | float 
             f"{float(exact.flatten()[worst])!r} within {float(bound.flatten()[worst]):.3g}, found "
             f"{float(found.flatten()[worst])!r}"
         )
+
+
+def to_limbs(values: Tensor) -> Tensor:
+    """The exact sum of finite float64 values, (n,), in limbs."""
+    sums = torch.zeros(NUM_LIMBS + 1, dtype=torch.int64, device=values.device)
+    add_limbs(sums, values, 0, NUM_LIMBS)
+    return sums[:NUM_LIMBS]

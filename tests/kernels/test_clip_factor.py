@@ -7,8 +7,9 @@ import torch
 
 from lowtide.engine.step.step_sums import Clipping
 from lowtide.kernels.dispatch import Backend
-from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs, to_limbs
+from lowtide.kernels.exact_sum import NUM_LIMBS, from_limbs
 from lowtide.kernels.sum_of_squares import clip_factor
+from tests.kernels.exact import to_limbs
 
 FLAGS, KNOWN = NUM_LIMBS, (NUM_LIMBS + 2, 5)
 

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from lowtide.kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs, to_limbs
+from lowtide.kernels.exact_sum import NUM_LIMBS, add_limbs, from_limbs
+from tests.kernels.exact import to_limbs
 
 SMALLEST = 5e-324
 LARGEST = torch.finfo(torch.float64).max

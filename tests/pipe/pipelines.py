@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowtide.pipe.schedules.grid import colour_grid
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule
+from lowtide.pipe.schedules.simulator import Simulation
 from tests.kit import models
 from tests.kit.training import Case
 
@@ -32,6 +34,11 @@ def schedule_of(*rows: str, ranks: tuple[int, ...] | None = None, microbatches: 
 def lines_of(schedule: Schedule) -> list[str]:
     """The actions of each rank."""
     return [" ".join(map(str, row)) for row in schedule.actions]
+
+
+def text_grid(simulation: Simulation, width: int = 120) -> str:
+    """What `colour_grid` draws, without colours and spaces at the ends of lines."""
+    return "\n".join(line.rstrip() for line in colour_grid(simulation, width).plain.splitlines()) + "\n"
 
 
 def forward_only(schedule: Schedule) -> Schedule:

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.grid import colour_grid, text_grid, write_png
+from lowtide.pipe.schedules.grid import colour_grid, write_png
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
-from tests.pipe.pipelines import with_steps
+from tests.pipe.pipelines import text_grid, with_steps
 
 TEXT = """\
 name: two ranks
@@ -216,10 +216,9 @@ def test_a_long_grid_is_drawn_to_a_smaller_scale() -> None:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_colours_leave_the_text_as_it_is(name: str) -> None:
+def test_ops_and_chunks_have_colours(name: str) -> None:
     simulation = simulate(make_schedule(name, 3, 6))
     colours = colour_grid(simulation, 80)
-    assert [line.rstrip() for line in colours.plain.splitlines()] == text_grid(simulation, 80).splitlines()
     kinds, chunks = 2 + KINDS[name].splits_backward * (1 + (name == "dualpipe-v")), simulation.schedule.num_stages // 3
     assert len({str(span.style) for span in colours.spans} - {""}) == kinds * chunks
 

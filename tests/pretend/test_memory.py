@@ -20,12 +20,13 @@ from lowtide.engine.blueprint.footprint import Footprint, MemoryPhase, bytes_of
 from lowtide.engine.blueprint.offload import Placement
 from lowtide.engine.config.config import Config
 from lowtide.kernels import optimizer_step
-from lowtide.kernels.exact_sum import NUM_LIMBS, to_limbs, value_of
+from lowtide.kernels.exact_sum import NUM_LIMBS, value_of
 from lowtide.offload import FileStore, HostPool, OldVersion
 from lowtide.zero.layout import BLOCK_NUMEL, round_up
 from lowtide.zero.plan import GroupPlan
 from lowtide.zero.versions import UpdateThread
 from tests.engine.test_blueprint import BF16, FP32, config_of, frozen_gpt as gpt, reductions_watched
+from tests.kernels.exact import to_limbs
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool

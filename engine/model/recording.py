@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NoReturn, TypeVar
@@ -163,13 +163,10 @@ class Recording:
         all_on_meta: put all tensors on meta; else only those that their maker puts there, by `with
         torch.device("meta")`.
         """
-        on_meta = _OnMeta() if all_on_meta else nullcontext()
-        data = _DataRecorder(self, all_on_meta)
         outside = torch.get_rng_state()
         self._state = outside if all_on_meta else None
         try:
-            # The mode that is entered last sees a call first: `data` handles `torch.tensor` before `on_meta` does.
-            with on_meta, data, _OperationRecorder(self), _trunc_normal_recorded(self):
+            with _ConstructorRecorder(self, all_on_meta), _OperationRecorder(self), _trunc_normal_recorded(self):
                 yield
             self._check_state()
             if any(tensor._version != version for tensor, version in self._mapped):
@@ -295,20 +292,11 @@ def _trunc_normal_recorded(owner: Recording) -> Iterator[None]:
         nn.init._no_grad_trunc_normal_ = original
 
 
-class _OnMeta(TorchFunctionMode):
-    """Like `with torch.device("meta")`, but invisible: transformers skips initialization if it sees that."""
+class _ConstructorRecorder(TorchFunctionMode):
+    """Handles constructors, tensors from Python data, and questions for the device or for values.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        # `torch.normal` is a constructor if it is given numbers and a size.
-        is_constructor = func in _CONSTRUCTORS or (func is torch.normal and not _tensors_in((args, kwargs)))
-        if is_constructor and kwargs.get("device") is None:
-            kwargs = {**kwargs, "device": torch.device("meta")}
-        return func(*args, **kwargs)
-
-
-class _DataRecorder(TorchFunctionMode):
-    """Handles tensors from Python data, and questions for the device or for values."""
+    Like `with torch.device("meta")`, but invisible: transformers skips initialization if it sees that.
+    """
 
     def __init__(self, owner: Recording, all_on_meta: bool) -> None:
         super().__init__()
@@ -342,6 +330,10 @@ class _DataRecorder(TorchFunctionMode):
         data = next(iter((*args, *kwargs.values())), None)  # under any argument name
         device = kwargs.get("device") or ("meta" if self._all_on_meta else "cpu")
         if func not in _FROM_DATA or torch.device(device).type != "meta" or isinstance(data, Tensor):
+            # `torch.normal` is a constructor if it is given numbers and a size.
+            is_constructor = func in _CONSTRUCTORS or (func is torch.normal and not _tensors_in((args, kwargs)))
+            if self._all_on_meta and is_constructor and kwargs.get("device") is None:
+                kwargs = {**kwargs, "device": torch.device("meta")}
             return func(*args, **kwargs)
         value = func(*args, **{**kwargs, "device": "cpu"})
         if not value.numel():

@@ -112,7 +112,7 @@ def timed(step: Callable[[], Found]) -> tuple[float, float, Found]:
 
 
 def trained(step: Callable[..., Any], batches: Sequence[Sequence[Any]], warmup: int) -> dict[str, Any]:
-    """Return losses and seconds of all steps, and of those after the warm-up the median until launched, and peaks.
+    """Return losses of all steps, and of those after the warm-up seconds, the median until launched, and peaks.
 
     Losses are read when all steps were made.
     """
@@ -126,7 +126,7 @@ def trained(step: Callable[..., Any], batches: Sequence[Sequence[Any]], warmup: 
         launched.append(until_launched)
     return {
         "losses": [float(loss) for loss in losses],
-        "seconds": seconds,
+        "seconds": seconds[warmup:],
         "ms": statistics.median(seconds[warmup:]) * 1e3,
         "ms until launched": statistics.median(launched[warmup:]) * 1e3,
         "allocated": peaks().allocated,

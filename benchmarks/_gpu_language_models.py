@@ -232,7 +232,7 @@ def add_row(record: Record, work: Work, contender: Contender, what: str, start: 
             environment[_device.REHEARSAL] = "cpu"
         seconds = min(MOST_SECONDS, record.seconds_left)
         try:
-            result = gathered(run_ranks(job, 1, sys.executable, environment, seconds, start=start), WARMUP)
+            result = gathered(run_ranks(job, 1, sys.executable, environment, seconds, start=start))
         except OverBudget:
             outcome = "out of memory"
         except JobError as error:

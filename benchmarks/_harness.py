@@ -117,26 +117,6 @@ def can_fork(job: Mapping[str, Any], python: str, environment: Mapping[str, str]
     return python == sys.executable and environment.get("CUDA_VISIBLE_DEVICES") == "" and not measures_memory
 
 
-class Forks:
-    """Starts ranks as forks of a process that has imported modules, which so takes its time once.
-
-    It must not have touched the device. modules: none of this folder, in which a library would find `kernels.py`.
-    """
-
-    def __init__(self, *modules: str) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(modules))
-        here = str(WORKER.parent)
-        with (
-            mock.patch.object(sys, "path", [folder for folder in sys.path if folder != here]),
-            mock.patch.dict(os.environ, {"PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
-        ):
-            forkserver.ensure_running()
-
-    def __call__(self, command: list[str], environment: dict[str, str], log: Path) -> Process:
-        return start_fork(command, environment, log, self._context)
-
-
 @dataclass(frozen=True)
 class _Fork:
     process: Any  # of multiprocessing
@@ -204,7 +184,7 @@ def run_ranks(
     """Runs the worker once for each rank, with the job as its JSON file; gives what each rank wrote beside that.
 
     job: "worker", the function that a rank calls, and "threads", beside what that function asks for. start: such as
-    `Forks`; else a fork of this process or a new one, see [Note: Forks and processes].
+    `warm_start` returns; else a fork of this process or a new one, see [Note: Forks and processes].
 
     Raises JobError when a rank fails or the time is over, OverBudget when one needs too much memory; no process is
     left behind.
@@ -236,8 +216,19 @@ def run_ranks(
 
 
 def warm_start(*modules: str) -> Start:
-    """Return `Forks`, or where a fork cannot use the device `start_process`."""
-    forks = Forks(*modules)
+    """Return what forks a process that has imported modules, or where a fork cannot use the device `start_process`.
+
+    That process imports once for all ranks, and does not touch the device. modules: none of this folder, in which a
+    library would find `kernels.py`.
+    """
+    context, here = multiprocessing.get_context("forkserver"), str(WORKER.parent)
+    context.set_forkserver_preload(list(modules))
+    with (
+        mock.patch.object(sys, "path", [folder for folder in sys.path if folder != here]),
+        mock.patch.dict(os.environ, {"PYTHONSAFEPATH": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}),
+    ):
+        forkserver.ensure_running()
+    forks = partial(start_fork, context=context)
     try:
         environment = environment_of(1, None, "any")
         run_ranks({"worker": "_device:use", "threads": 1}, 1, sys.executable, environment, 60.0, start=forks)
@@ -284,7 +275,7 @@ class Result:
     """What one job gave; bytes are the maximum over its ranks, None where they were not measured."""
 
     losses: list[float]  # of the global batch, every step
-    seconds: list[float]  # of the slowest rank, every step, warm-up left out
+    seconds: list[float]  # of the slowest rank, every timed step
     peak_bytes: int | None = None
     baseline_bytes: int | None = None
     more: dict[str, Any] = field(default_factory=dict)  # of rank 0, that one benchmark alone knows
@@ -295,17 +286,17 @@ class Result:
         return statistics.median(self.seconds)
 
 
-def gathered(found: Sequence[Mapping[str, Any]], warmup: int) -> Result:
+def gathered(found: Sequence[Mapping[str, Any]]) -> Result:
     """Combine what the ranks wrote: "losses" (None where a rank does not know them), "seconds", bytes, and `more`."""
 
     def most(key: str) -> int | None:
         return max((one[key] for one in found if one.get(key) is not None), default=None)
 
     losses = zip(*(one["losses"] for one in found), strict=True)
-    known = ("losses", "seconds", "started", "peak_bytes", "baseline_bytes")
+    known = ("losses", "seconds", "peak_bytes", "baseline_bytes")
     return Result(
         losses=[statistics.fmean(loss for loss in step if loss is not None) for step in losses],
-        seconds=[max(step) for step in zip(*(one["seconds"] for one in found), strict=True)][warmup:],
+        seconds=[max(step) for step in zip(*(one["seconds"] for one in found), strict=True)],
         peak_bytes=most("peak_bytes"),
         baseline_bytes=most("baseline_bytes"),
         more={key: value for key, value in found[0].items() if key not in known},
@@ -320,8 +311,8 @@ def run_job(
     python: str | None = None,
     place: Place | None = None,
     **more: Any,
-) -> tuple[list[Any], int]:
-    """Run one job of a row; with an `allocator` it is a memory job. Return what its ranks wrote, and the warm-up.
+) -> list[Any]:
+    """Run one job of a row; with an `allocator` it is a memory job. Return what its ranks wrote.
 
     The job is told the command line, its contender, and `more`, which replaces what the others say. python: else the
     contender's. place: as `run_ranks` has it, and JobError as it raises it.
@@ -334,14 +325,14 @@ def run_job(
     environment = environment_of(options.threads, allocator, getattr(options, "device", "cpu"))
     num_processes = row.contender.num_processes(job["ranks"])
     python = python or python_of(row.contender, options)
-    return run_ranks(job, num_processes, python, environment, options.timeout, place=place), job["warmup"]
+    return run_ranks(job, num_processes, python, environment, options.timeout, place=place)
 
 
 def run_steps(
     worker: str, options: argparse.Namespace, row: Row, allocator: str | None, python: str | None = None
 ) -> Result:
     """Run one job whose ranks time steps."""
-    return gathered(*run_job(worker, options, row, allocator, python))
+    return gathered(run_job(worker, options, row, allocator, python))
 
 
 @dataclass
@@ -604,13 +595,19 @@ def loss_difference(jobs: Iterable[Sequence[float]], expected: Sequence[float]) 
     return max(differences, key=lambda difference: (math.isnan(difference), difference), default=None)
 
 
-def judge_losses(rows: Sequence[Row], reference_of: Callable[[Row], Row | None], tolerance: float) -> None:
+def reference_of(rows: Sequence[Row], row: Row) -> Row:
+    """Return the row whose losses are right, on as many ranks: one process's, else the first peer's, else the first."""
+    same = [one for one in rows if one.ranks == row.ranks and one.losses and one.contender.trains]
+    return min(same, key=lambda one: (one.contender.kind != "single", one.contender.kind == "lowtide"), default=row)
+
+
+def judge_losses(rows: Sequence[Row], tolerance: float) -> None:
     """Mark as failed every row whose losses are not those of its reference's first job."""
     for row in rows:
-        reference = reference_of(row)
-        if reference and reference.losses and row.contender.trains:
+        reference = reference_of(rows, row)
+        if reference.losses and row.contender.trains:
             row.difference = loss_difference(row.losses, reference.losses[0])
-        if row.failure is None and reference and row.difference is not None and not row.difference <= tolerance:
+        if row.failure is None and row.difference is not None and not row.difference <= tolerance:
             most = f"expected at most {tolerance:g} (relative) from {reference.label}"
             row.failure = f"losses differ: {most}, found {row.difference:.1e}"
 
@@ -720,12 +717,6 @@ def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> 
     figure.savefig(path, dpi=120)
 
 
-def write_json(options: argparse.Namespace, numbers: Any) -> None:
-    """Writes them where the command line says."""
-    if options.json:
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-
-
 def failures(rows: Iterable[Row]) -> list[str]:
     """One line for each contender that failed."""
     return [f"{row.contender.name} FAILED: {row.failure}" for row in rows if row.failure]
@@ -748,7 +739,9 @@ def conclude(
     for line in lines:
         console.print(line, style="red", markup=False, highlight=False)
     found = [{**asdict(row), "tables": values_of(row, tables)} for row in rows]
-    write_json(options, {"settings": settings_of(options, title, **(settings or {})), "contenders": found})
+    numbers = {"settings": settings_of(options, title, **(settings or {})), "contenders": found}
+    if options.json:
+        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     if options.png and any(row.has_jobs for row in rows):
         (draw or (lambda path: write_chart(rows, tables, title, path)))(options.png)
     return 1 if lines else 0
@@ -759,16 +752,17 @@ def compare(
     title: str,
     run: Callable[[Row, str | None], Result],
     tables: Callable[[Sequence[Row]], Tables],
-    reference_of: Callable[[Sequence[Row], Row], Row | None] | None = None,
+    *,
+    judges: bool = False,
     draw: Callable[[Sequence[Row], Path], None] | None = None,
 ) -> int:
     """Run all jobs of the contenders, with each number of ranks, and conclude.
 
-    run: as `run_rounds` has it. reference_of: the row whose losses must be a row's.
+    run: as `run_rounds` has it. judges: all must have the same losses.
     """
     console, counts = begin(), options.ranks if isinstance(options.ranks, list) else [None]
     rows = [Row(contender, ranks) for ranks in counts for contender in options.contenders]
     run_rounds(rows, run, options.rounds, options.allocators, console)
-    if reference_of is not None:
-        judge_losses(rows, partial(reference_of, rows), options.loss_tolerance)
+    if judges:
+        judge_losses(rows, options.loss_tolerance)
     return conclude(options, console, rows, tables(rows), title, draw=partial(draw, rows) if draw else None)

@@ -124,13 +124,14 @@ class PeakSampler:
 def timed_steps(
     step: Callable[..., Any],
     batches: Iterable[Sequence[Any]],
+    warmup: int,
     memory: PeakSampler,
     before: Callable[[], object] = lambda: None,
     after: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Return losses (None where this rank does not know them), seconds of every step, and bytes in a memory job.
+    """Return losses of every step, None where this rank does not know them, and bytes in a memory job.
 
-    before, after: called around each step, out of its time.
+    And seconds of those after the warm-up. before, after: called around each step, out of its time.
     """
     losses, seconds = [], []
     with memory:
@@ -142,7 +143,7 @@ def timed_steps(
             losses.append(None if loss is None else float(loss))
             after()
     bytes_found = {"baseline_bytes": memory.start_bytes or None, "peak_bytes": memory.peak_bytes or None}
-    return {"losses": losses, "seconds": seconds, **bytes_found}
+    return {"losses": losses, "seconds": seconds[warmup:], **bytes_found}
 
 
 def leave(status: int) -> NoReturn:

@@ -19,14 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from _contenders import BUILDERS, CONTENDERS, DDP, FSDP2, OFFLOAD_FOLDER, REFERENCE, Setup
+from _contenders import BUILDERS, CONTENDERS, DDP, FSDP2, OFFLOAD_FOLDER, Setup
 from _harness import LOSSES, Column, JobParser, Row, compare, count, find, mib, over, run_steps
 from _model import SIZES, build_batches, build_model
 from _worker import PeakSampler, timed_steps
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Train on a rank; return losses and seconds of every step (warm-up too) and, in a memory job, its bytes."""
+    """Train on a rank; return losses, seconds and, in a memory job, its bytes."""
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     memory = PeakSampler(job["allocator"] is not None)
     rows = job["ranks"] * job["microbatch"] * job["accumulation"]
@@ -35,7 +35,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     batches = build_batches(size, job["warmup"] + job["steps"], rows)
     setup = Setup(job["microbatch"], job["accumulation"], job["clip"])
     trainer = BUILDERS[job["kind"]](build_model(size), setup, **job["options"])
-    found = timed_steps(trainer.step, [(tokens[share], targets[share]) for tokens, targets in batches], memory)
+    mine = [(tokens[share], targets[share]) for tokens, targets in batches]
+    found = timed_steps(trainer.step, mine, job["warmup"], memory)
     trainer.close()
     return found
 
@@ -51,12 +52,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=0.0, metavar="NORM", help="clip the norm of the gradients (default: it is not)")
     add("--offload-folder", type=Path, metavar="FOLDER", help="where offload puts its files (default: a new one, here)")
     return parser.check(parser.parse_args(arguments))
-
-
-def reference_of(rows: Sequence[Row], _: Row | None = None) -> Row | None:
-    """Return the row whose losses are right by definition: one process, else DDP, else the first that ran."""
-    candidates = [find(rows, REFERENCE), find(rows, DDP), *rows]
-    return next((row for row in candidates if row and row.losses and row.contender.trains), None)
 
 
 def columns(rows: Sequence[Row], allocators: Sequence[str]) -> list[Column]:
@@ -95,7 +90,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="offload-", dir=options.offload_folder or Path.cwd()) as folder:
         os.environ[OFFLOAD_FOLDER] = folder
         run = partial(run_steps, "compare:train", options)
-        return compare(options, title, run, lambda rows: {title: columns(rows, options.allocators)}, reference_of)
+        return compare(options, title, run, lambda rows: {title: columns(rows, options.allocators)}, judges=True)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def run(options: argparse.Namespace, row: Row, _: str | None) -> Result:
     """Run one job, whose round is a seed."""
-    found, _warmup = run_job("fewer_bytes:train", options, row, None, seed=options.seeds[len(row.timed)])
+    found = run_job("fewer_bytes:train", options, row, None, seed=options.seeds[len(row.timed)])
     return Result([found[0]["validation"]], [], more=found[0])
 
 

@@ -70,7 +70,7 @@ _SAMPLING_SECONDS = 0.005  # steps of a small model are short
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Train on a rank; return losses and seconds of every step (warm-up too) and the peak bytes, above its start.
+    """Train on a rank; return losses, seconds and the peak bytes, above its start.
 
     All steps train on one batch, so that a loss that never changes means that nothing was trained. The rank leaves with
     OVER_BUDGET_STATUS as soon as it needs more than the budget.
@@ -86,7 +86,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     with sampler:
         trainer = BUILDERS[job["kind"]](partial(build_model, shape), Setup(), **job["options"])
         batches = [(tokens[share], targets[share])] * (job["warmup"] + job["steps"])
-        found = timed_steps(trainer.step, batches, PeakSampler(False))
+        found = timed_steps(trainer.step, batches, job["warmup"], PeakSampler(False))
     trainer.close()
     return found | {"peak_bytes": sampler.peak_bytes - sampler.start_bytes if measures_memory else None}
 
@@ -237,7 +237,7 @@ class Search:
             mock.patch.dict(os.environ, {OFFLOAD_FOLDER: folder}),
         ):
             found = run_job("largest:train", o, row, allocator, budget_bytes=o.budget_mib * MIB, **work)
-        result = gathered(*found)
+        result = gathered(found)
         check_losses(result.losses)
         return result
 

@@ -220,7 +220,7 @@ def build_model(size: dict[str, Any]) -> torch.nn.Module:
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """On a rank: losses, seconds and bytes on the wire of every step (warm-up too), and in a memory run the peak."""
+    """On a rank: losses, seconds and bytes on the wire of a step, and in a memory run the peak."""
     memory, size = PeakSampler(job["allocator"] is not None), SIZES[job["size"]]
     numbers = torch.Generator().manual_seed(1)
     shape = (job["warmup"] + job["steps"], ROWS, size["max_position_embeddings"])
@@ -232,10 +232,11 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         wait_for_all()
         counters.append(sent_bytes("lo"))
 
-    found = timed_steps(trainer.step, [(tokens, tokens) for tokens in batches], memory, count_sent, count_sent)
+    warmup, pairs = job["warmup"], [(tokens, tokens) for tokens in batches]
+    found = timed_steps(trainer.step, pairs, warmup, memory, count_sent, count_sent)
     trainer.close()
     sent = [after - before for before, after in zip(counters[::2], counters[1::2], strict=True)]
-    return found | {"sent": statistics.median(sent[job["warmup"] :])}
+    return found | {"sent": statistics.median(sent[warmup:])}
 
 
 def network_of_its_own() -> bool:
@@ -267,11 +268,6 @@ def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
     return [*step_columns(rows, "its peer", lambda row: find(rows, row.contender.peer)), of_sent]
 
 
-def first_of(rows: Sequence[Row], _: Row | None = None) -> Row | None:
-    """Whose losses are right: one process's."""
-    return next((row for row in rows if row.losses), None)
-
-
 def main() -> int:
     options = parse_arguments()
     counts_bytes = network_of_its_own()
@@ -285,7 +281,7 @@ def main() -> int:
     python = str(options.deepspeed_python or sys.executable)  # the same for all
     with python_path() as path, mock.patch.dict(os.environ, {"HF_HUB_OFFLINE": "1", "PYTHONPATH": path}):
         run = partial(run_steps, "parallel:train", options, python=python)
-        return compare(options, title, run, lambda rows: {title: columns(rows, counts_bytes)}, first_of)
+        return compare(options, title, run, lambda rows: {title: columns(rows, counts_bytes)}, judges=True)
 
 
 if __name__ == "__main__":

@@ -260,7 +260,7 @@ BUILDERS: dict[str, Callable[..., Step]] = {
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
-    """Return losses, seconds and the timeline of every step (warm-up too), and in memory jobs the peak.
+    """Return losses, and seconds and timelines of the timed steps, and in memory jobs the peak.
 
     A step's seconds are from a barrier to this rank's end of it.
     """
@@ -287,9 +287,10 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         timelines.append(timeline.copy())
         timeline.clear()
 
-    found = timed_steps(step, batches, PeakSampler(job["allocator"] is not None), dist.barrier, note)
+    memory, warmup = PeakSampler(job["allocator"] is not None), job["warmup"]
+    found = timed_steps(step, batches, warmup, memory, dist.barrier, note)
     dist.barrier()
-    return found | {"timelines": timelines[job["warmup"] :]}
+    return found | {"timelines": timelines[warmup:]}
 
 
 # -- what was found --------------------------------------------------------------------------------------------------
@@ -297,8 +298,8 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 def run(options: argparse.Namespace, sleeps: list[float] | None, row: Row, allocator: str | None) -> Result:
     """Run one job. more: "timelines", of lowtide alone, step by step, by rank."""
-    found, warmup = run_job("pipeline:train", options, row, allocator, sleeps=sleeps)
-    result = gathered(found, warmup)
+    found = run_job("pipeline:train", options, row, allocator, sleeps=sleeps)
+    result = gathered(found)
     result.more["timelines"] = list(zip(*(one["timelines"] for one in found), strict=True))
     return result
 
@@ -335,12 +336,6 @@ def measured(row: Row, options: argparse.Namespace) -> Simulation:
 def peer_of(rows: Sequence[Row], row: Row) -> Row | None:
     """The row that this one is compared with, None where it was not run."""
     return find(rows, row.contender.peer, row.ranks)
-
-
-def reference_of(rows: Sequence[Row], row: Row) -> Row:
-    """Whose losses are right: a peer's if there is one, else the first row's, on as many ranks."""
-    same = [one for one in rows if one.ranks == row.ranks and one.losses]
-    return next((one for one in same if one.contender.kind != "lowtide"), same[0] if same else row)
 
 
 def work_columns(rows: Sequence[Row], _: argparse.Namespace) -> list[Column]:
@@ -431,8 +426,8 @@ def main() -> int:
         title,
         partial(run, options, sleeps),
         lambda rows: {title: columns(rows, options)},
-        reference_of,
-        partial(write_timelines, options, title) if sleeps else None,
+        judges=True,
+        draw=partial(write_timelines, options, title) if sleeps else None,
     )
 
 

@@ -160,7 +160,7 @@ def run(options: argparse.Namespace, row: Row, _: str | None) -> Result:
             local = {"LOCAL_RANK": str(rank % RANKS_OF_HOST), "LOCAL_WORLD_SIZE": str(RANKS_OF_HOST)}
             return before[rank // RANKS_OF_HOST], {**local, "MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": CABLE}
 
-        found, _warmup = run_job("wire:train", options, row, None, place=place)
+        found = run_job("wire:train", options, row, None, place=place)
     return Result([found[0]["loss"]], [], more=found[0]["speeds"])
 
 

@@ -29,8 +29,7 @@ def row(helper: Helper) -> Callable[..., Any]:
 
 def failures(helper: Helper, *rows: Any) -> list[str]:
     """What is said when losses have been judged."""
-    reference = helper("compare").reference_of(rows)
-    helper("_harness").judge_losses(rows, lambda _: reference, 1e-4)
+    helper("_harness").judge_losses(rows, 1e-4)
     found: list[str] = helper("_harness").failures(rows)
     return found
 
@@ -57,18 +56,25 @@ def test_the_losses_of_one_process_are_right_by_definition(helper: Helper, row: 
     ddp, ours = row("ddp", {0: [1.0]}), row("lowtide-3", {0: [1.0]}, [5.0, 4.5])
     single = row("single", {0: [1.0]}, [5.0, 4.5])
     assert [line.split()[0] for line in failures(helper, ddp, ours, single)] == ["ddp"]
-    reference_of = helper("compare").reference_of
-    assert reference_of([ours, ddp]) is ddp and reference_of([row("ddp", {}), ours]) is ours
+    reference_of = helper("_harness").reference_of
+    assert reference_of([ours, ddp], ours) is ddp and reference_of([row("ddp", {}), ours], ours) is ours
     alone = row("alone", {0: [1.0]}, [5.0, 5.0])  # which never updates
-    assert reference_of([alone, ours]) is ours and not failures(helper, alone, ours)
+    assert reference_of([alone, ours], ours) is ours and not failures(helper, alone, ours)
 
 
-def test_peaks_of_ranks_become_the_largest_and_warm_up_is_left_out(helper: Helper) -> None:
+def test_peaks_of_ranks_become_the_largest_and_warm_up_is_left_out(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ranks = [
-        {"losses": [2.0, 4.0, None], "seconds": [9.0, 1.0, 1.0], "peak_bytes": 3, "baseline_bytes": None},
-        {"losses": [4.0, 5.0, 1.0], "seconds": [8.0, 2.0, 1.0], "peak_bytes": 2, "baseline_bytes": None},
+        {"losses": [2.0, 4.0, None], "seconds": [1.0, 1.0], "peak_bytes": 3, "baseline_bytes": None},
+        {"losses": [4.0, 5.0, 1.0], "seconds": [2.0, 1.0], "peak_bytes": 2, "baseline_bytes": None},
     ]
-    assert helper("_harness").gathered(ranks, 1) == helper("_harness").Result([3.0, 4.5, 1.0], [2.0, 1.0], 3)
+    assert helper("_harness").gathered(ranks) == helper("_harness").Result([3.0, 4.5, 1.0], [2.0, 1.0], 3)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    worker, seen = helper("_worker"), list[float]()
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: sum(seen))
+    found = worker.timed_steps(seen.append, [(9.0,), (1.0,), (2.0,)], 1, worker.PeakSampler(False))
+    assert found == {"losses": 3 * [None], "seconds": [1.0, 2.0], "baseline_bytes": None, "peak_bytes": None}
 
 
 def test_jobs_are_interleaved_and_a_failure_ends_a_contenders_part(helper: Helper, row: Callable[..., Any]) -> None:

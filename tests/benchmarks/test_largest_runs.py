@@ -27,7 +27,7 @@ def largest(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         if peak_bytes > 2 * work["budget_bytes"]:
             raise harness.OverBudget("rank 0 needs more memory than it may take")
         seconds = [0.01 * work["shape"]["num_layers"]] * work["steps"]
-        return [{"losses": [5.0, 4.0], "seconds": seconds, "peak_bytes": peak_bytes if allocator else None}], 0
+        return [{"losses": [5.0, 4.0], "seconds": seconds, "peak_bytes": peak_bytes if allocator else None}]
 
     monkeypatch.setattr(loaded, "run_job", run)
     return loaded
@@ -98,7 +98,7 @@ def test_the_longest_sequence_is_searched_for_each_contender(
         peak_bytes = kib_of_a_token[row.contender.name] * work["shape"]["sequence_length"] << 10
         if peak_bytes > 2 * work["budget_bytes"]:
             raise harness.OverBudget("rank 0 needs more memory than it may take")
-        return [{"losses": [5.0, 4.0], "seconds": [0.01, 0.01], "peak_bytes": peak_bytes}], 0
+        return [{"losses": [5.0, 4.0], "seconds": [0.01, 0.01], "peak_bytes": peak_bytes}]
 
     monkeypatch.setattr(largest, "run_job", run_job)
     given = ["--budget-mib", "200", "--sequence", "--contenders", *kib_of_a_token]

@@ -66,7 +66,7 @@ def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row
 
 def test_the_losses_of_torch_on_as_many_ranks_are_right(helper: Helper, row: Callable[..., Any]) -> None:
     ours, peer, other = row("zb-v", 2, {0: [1.0]}), row("torch-zb-v", 2, {0: [1.0]}), row("zb-v", 4, {0: [1.0]})
-    rows, reference_of = [ours, peer, other], helper("pipeline").reference_of
+    rows, reference_of = [ours, peer, other], helper("_harness").reference_of
     assert reference_of(rows, ours) is peer and reference_of(rows, other) is other
 
 

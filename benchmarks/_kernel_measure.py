@@ -27,10 +27,10 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 
 import torch
-from _kernel_cases import FLOAT32_ROUNDING, Case, Draw, Form, Pass, Size, Tensors
+from _harness import Contender, Result, Row
+from _kernel_cases import FLOAT32_ROUNDING, Case, Draw, Form, Pass, Size, Tensors, dtype_text, size_text
 from torch import Tensor
 
 WARMUP_ROUNDS = 3
@@ -153,19 +153,6 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-@dataclass
-class Measured:
-    """What one contender took for a pass: a number a round."""
-
-    milliseconds: list[float] = field(default_factory=list)
-    host_microseconds: list[float] = field(default_factory=list)
-    failure: str | None = None
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.milliseconds)
-
-
 class Clock:
     """Times work on the current GPU, see [Note: GPU time]."""
 
@@ -176,7 +163,7 @@ class Clock:
         self._sum = torch.empty((), device="cuda")
 
     def run(self, work: Callable[[], object], wait_microseconds: float = WAIT_MICROSECONDS) -> tuple[float, float]:
-        """Milliseconds of the GPU, which waits first, and microseconds of the host."""
+        """Seconds of the GPU, which waits first, and microseconds of the host."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.sum(self._buffer, dim=0, out=self._sum)
         torch.cuda._sleep(int(wait_microseconds * CYCLES_PER_MICROSECOND))
@@ -186,33 +173,37 @@ class Clock:
         host = time.perf_counter() - started
         end.record()
         end.synchronize()
-        return start.elapsed_time(end), host * 1e6
+        return start.elapsed_time(end) / 1e3, host * 1e6
 
     def copy_bandwidth(self, num_bytes: int = 2**30, rounds: int = 20) -> float:
         """Bytes read plus bytes written a second by torch's copy within the GPU's memory, median."""
         source = torch.ones(num_bytes // 4, device="cuda")
         to = torch.empty_like(source)
         found = [self.run(lambda: to.copy_(source))[0] for _ in range(rounds + WARMUP_ROUNDS)]
-        return 2e3 * num_bytes / statistics.median(found[WARMUP_ROUNDS:])
+        return 2 * num_bytes / statistics.median(found[WARMUP_ROUNDS:])
 
 
-def time_pass(
-    problem: Problem, which: Pass, forms: Mapping[str, Form], clock: Clock, rounds: int
-) -> dict[str, Measured]:
-    """Rounds that each run every contender once and begin with another one. A contender that fails is left out."""
-    measured = {name: Measured() for name in forms}
+def time_pass(problem: Problem, which: Pass, forms: Mapping[str, Form], clock: Clock, rounds: int) -> list[Row]:
+    """Return a row for each contender. Rounds each run every one once and begin with another; one that fails stops.
+
+    more: "host us", and "bytes" that a pass must move, None where it is not bound by memory.
+    """
+    case = problem.case
+    what = f"{case.name} {size_text(problem.size)} {dtype_text(problem.dtype)} {which}"
+    rows = [Row(Contender(f"{what} {kind}", f"{what} {kind}", kind, peer=what)) for kind in forms]
     waits: dict[str, float] = {}
-    for name, form in forms.items():
+    for row in rows:
+        kind = row.contender.kind
         try:
-            host = [clock.run(problem.prepared(form, which))[1] for _ in range(WARMUP_ROUNDS)]
-            waits[name] = max(WAIT_MICROSECONDS, 2 * host[-1])
+            host = [clock.run(problem.prepared(forms[kind], which))[1] for _ in range(WARMUP_ROUNDS)]
+            waits[kind] = max(WAIT_MICROSECONDS, 2 * host[-1])
         except Exception as error:
-            measured[name].failure = f"{type(error).__name__}: {error}"
-    names = [name for name in forms if measured[name].failure is None]
-    for number in range(rounds if names else 0):
-        first = number % len(names)
-        for name in names[first:] + names[:first]:
-            milliseconds, microseconds = clock.run(problem.prepared(forms[name], which), waits[name])
-            measured[name].milliseconds.append(milliseconds)
-            measured[name].host_microseconds.append(microseconds)
-    return measured
+            row.failure = f"{type(error).__name__}: {error}"
+    running = [row for row in rows if row.failure is None]
+    for number in range(rounds if running else 0):
+        first = number % len(running)
+        for row in running[first:] + running[:first]:
+            kind = row.contender.kind
+            seconds, microseconds = clock.run(problem.prepared(forms[kind], which), waits[kind])
+            row.timed[number] = Result([], [seconds], more={"host us": microseconds, "bytes": problem.moved.get(which)})
+    return rows

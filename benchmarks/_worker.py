@@ -50,7 +50,7 @@ def supported() -> bool:
     return STATUS.exists() and ROLLUP.exists() and "Pss_Shmem:" in ROLLUP.read_text()
 
 
-def _kib(text: str, key: str) -> int:
+def kib_of(text: str, key: str) -> int:
     return int(text.split(f"{key}:", 1)[1].split(None, 1)[0])
 
 
@@ -61,12 +61,12 @@ def rank_bytes(ranks: int, above: int = 0) -> int:
     where even shared memory counted whole would not bring the sum over `above`; and where there is no shared memory.
     """
     status = STATUS.read_text()
-    shared_kib = _kib(status, "RssShmem")
-    others_kib = _kib(status, "RssAnon") + _kib(status, "RssFile") // ranks
+    shared_kib = kib_of(status, "RssShmem")
+    others_kib = kib_of(status, "RssAnon") + kib_of(status, "RssFile") // ranks
     if (others_kib + shared_kib) * KIB <= above:
         return 0
     if shared_kib:
-        shared_kib = _kib(ROLLUP.read_text(), "Pss_Shmem")
+        shared_kib = kib_of(ROLLUP.read_text(), "Pss_Shmem")
     return (others_kib + shared_kib) * KIB
 
 

@@ -16,13 +16,14 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from _contenders import lowtide_config
 from _harness import (
@@ -39,6 +40,7 @@ from _harness import (
     run_ranks,
 )
 from _model import GPTSize
+from _worker import KIB, STATUS, kib_of
 from predicted import Case, estimate_of, train
 
 from lowtide.engine.plan.measured import Measured, default_path
@@ -55,78 +57,45 @@ class NoCgroup(Exception):
     """A memory cgroup cannot be made here; the text says why."""
 
 
-class Names(NamedTuple):
-    """The files of a version of memory cgroups."""
-
-    parent: Path
-    limits: tuple[str, ...]
-    unlimited: str
-    peak: str
-    killed: str
-
-    @classmethod
-    def of_this_machine(cls) -> Names:
-        if (ROOT / "memory").is_dir():
-            limits = ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
-            return cls(ROOT / "memory", limits, "-1", "memory.max_usage_in_bytes", "memory.oom_control")
-        return cls(ROOT, ("memory.max", "memory.swap.max"), "max", "memory.peak", "memory.events")
+def files_of_limits() -> tuple[Path, dict[str, str], str, str]:
+    """Return where this machine's memory cgroups are, their files without a limit, and those of peak and kills."""
+    if (ROOT / "memory").is_dir():  # version 1
+        limits = {"memory.limit_in_bytes": "-1", "memory.memsw.limit_in_bytes": "-1"}
+        return ROOT / "memory", limits, "memory.max_usage_in_bytes", "memory.oom_control"
+    return ROOT, {"memory.max": "max", "memory.swap.max": "0"}, "memory.peak", "memory.events"
 
 
-class MemoryGroup:
-    """A memory cgroup of version 1 or 2, which is removed at the end. limit: bytes; None, to see the most.
+@contextlib.contextmanager
+def memory_group(limit: int | None) -> Iterator[Path]:
+    """Give the folder of a memory cgroup, which is removed at the end. limit: bytes; None, to see the most.
 
     Without swap: what does not fit is killed. Raises NoCgroup.
     """
-
-    def __init__(self, limit: int | None) -> None:
-        self._names = names = Names.of_this_machine()
-        self.folder = names.parent / f"lowtide-law-{os.getpid()}-{time.monotonic_ns()}"
-        try:
-            self.folder.mkdir()
-        except OSError as error:
-            raise NoCgroup(
-                f"cannot make {self.folder}: {error.strerror}; it takes root and a writable {names.parent}"
-            ) from error
-        if not (self.folder / names.limits[0]).exists():
-            self.close()
-            raise NoCgroup(f"{names.parent} has no memory controller; it must be in {ROOT}/cgroup.subtree_control")
-        for name in names.limits:
-            value = names.unlimited if limit is None else str(limit)
+    parent, limits, *_ = files_of_limits()
+    folder = parent / f"lowtide-law-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        folder.mkdir()
+    except OSError as error:
+        raise NoCgroup(f"cannot make {folder}: {error.strerror}; it takes root and a writable {parent}") from error
+    try:
+        if not (folder / next(iter(limits))).exists():
+            raise NoCgroup(f"{parent} has no memory controller; it must be in {ROOT}/cgroup.subtree_control")
+        for name, unlimited in limits.items():
             with contextlib.suppress(OSError):  # swap is not accounted for everywhere
-                (self.folder / name).write_text("0" if name == "memory.swap.max" else value)
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was charged, with page cache that might have been given back."""
-        return int((self.folder / self._names.peak).read_text())
-
-    @property
-    def num_killed(self) -> int:
-        """Processes that were killed for the limit."""
-        lines = (self.folder / self._names.killed).read_text().splitlines()
-        return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
-
-    def close(self) -> None:
-        """Remove it, when its processes are gone."""
+                (folder / name).write_text(unlimited if limit is None or unlimited == "0" else str(limit))
+        yield folder
+    finally:
         deadline = time.monotonic() + _SECONDS_TO_EMPTY
-        while self.folder.exists() and time.monotonic() < deadline:
+        while folder.exists() and time.monotonic() < deadline:  # until its processes are gone
             with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                return
+                folder.rmdir()
             time.sleep(0.05)
-
-    def __enter__(self) -> MemoryGroup:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def private_bytes(job: dict[str, Any]) -> int:
     """Train as a worker, and return this process's bytes in heap, stacks and anonymous maps."""
     train(job)
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+    return kib_of(STATUS.read_text(), "RssAnon") * KIB
 
 
 @cache
@@ -179,18 +148,22 @@ def drawn(generator: random.Random, ranks: int) -> Case:
 
 
 def run(case: Case, limit: int | None, steps: int, timeout: float) -> tuple[bool, int]:
-    """(whether it was killed for its memory, the most bytes). Raises JobError for any other end, NoCgroup."""
-    environment = environment_of(1, None) | EXACT
-    with MemoryGroup(limit) as group:
+    """Return whether it was killed for its memory, and the most bytes that were charged, with page cache.
+
+    Raises JobError for any other end, NoCgroup.
+    """
+    *_, peak, kills = files_of_limits()
+    is_killed = False
+    with memory_group(limit) as folder:
         job = {"worker": "predicted:train", "threads": 1, "cases": [asdict(case)], "rounds": 1}
-        job |= {"steps": steps, "cgroup": str(group.folder)}
+        job |= {"steps": steps, "cgroup": str(folder)}
         try:
-            run_ranks(job, case.ranks, sys.executable, environment, timeout)
+            run_ranks(job, case.ranks, sys.executable, environment_of(1, None) | EXACT, timeout)
         except JobError:
-            if not group.num_killed:
+            is_killed = re.search(r"^oom_kill [1-9]", (folder / kills).read_text(), re.MULTILINE) is not None
+            if not is_killed:
                 raise
-            return True, group.peak_bytes
-        return False, group.peak_bytes
+        return is_killed, int((folder / peak).read_text())
 
 
 def judged(case: Case, planned: int, options: argparse.Namespace) -> Row:

@@ -148,24 +148,13 @@ def measured_seconds(some: Sequence[Case], steps: int, rounds: int, timeout: flo
     return [max(of_ranks) for of_ranks in zip(*found, strict=True)]
 
 
-def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float:
+def kendall_tau(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Pairs in the same order minus pairs in the other, by all: 1 where both orders are the same.
 
-    A pair of equal values counts for neither. Raises ValueError for less than two.
+    A pair of equal values counts for neither. None of less than two.
     """
-    if len(pairs) < 2:
-        raise ValueError(f"expected at least 2 pairs, found {len(pairs)}")
-    total = 0
-    for (a, b), (c, d) in combinations(pairs, 2):
-        product = (a - c) * (b - d)
-        total += (product > 0) - (product < 0)
-    return total / (len(pairs) * (len(pairs) - 1) / 2)
-
-
-def tau_of(rows: Sequence[Row]) -> float | None:
-    """Return tau of the planned and the measured order, None of one row."""
-    pairs = [(row.more["predicted"], row.more["measured"]) for row in rows]
-    return kendall_tau(pairs) if len(pairs) > 1 else None
+    products = [(a - c) * (b - d) for (a, b), (c, d) in combinations(pairs, 2)]
+    return sum((one > 0) - (one < 0) for one in products) / len(products) if products else None
 
 
 def median_error(rows: Sequence[Row]) -> float:
@@ -210,7 +199,8 @@ def main() -> int:
         Column("prediction's parts", lambda row: " ".join(f"{name} {ms:.1f}" for name, ms in row.more["parts"].items()))
     )
     for group, rows in groups.items():
-        console.print(f"{group}: median error {100 * median_error(rows):.1f} %, tau {shown(tau_of(rows), '.2f')}")
+        tau = kendall_tau([(row.more["predicted"], row.more["measured"]) for row in rows])
+        console.print(f"{group}: median error {100 * median_error(rows):.1f} %, tau {shown(tau, '.2f')}")
     every = [row for rows in groups.values() for row in rows]
     console.print(f"median error of all: {100 * median_error(every):.1f} %")
     return conclude(options, console, every, {"a step, ms": columns}, "Predicted beside measured")

@@ -18,7 +18,6 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -39,16 +38,8 @@ MOST = 1.2  # times the work of the smallest world
 WORK = ("initialize_work", "step_work")
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Of one rank. Work: instructions of Python and calls into C. order: a digest of a step's collectives."""
-
-    ranks: int
-    initialize_work: int
-    step_work: int
-    collectives: int
-    sent_bytes: int
-    order: str
+Cost = dict[str, Any]
+"""Of one rank. Work: instructions of Python and calls into C. order: a digest of a step's collectives."""
 
 
 class Wire:
@@ -115,7 +106,8 @@ def cost_of(ranks: int, stage: int, num_blocks: int, width: int) -> Cost:
         engine.close()
     gc.collect()
     digest = hashlib.sha256("\n".join(order).encode()).hexdigest()[:12]
-    return Cost(ranks, build_work, step_work, len(order), sent, digest)
+    work = {"initialize_work": build_work, "step_work": step_work}
+    return {**work, "collectives": len(order), "sent_bytes": sent, "order": digest}
 
 
 def work_of(call: Callable[[], object]) -> int:
@@ -149,15 +141,11 @@ def costs_by_world(worlds: Sequence[int], stage: int, num_blocks: int, rounds: i
     while width * width < BLOCK_NUMEL * max(worlds):
         width *= 2
     cost_of(worlds[0], stage, num_blocks, width)
-    found = [cost_of(ranks, stage, num_blocks, width) for ranks in worlds]
-    for _ in range(rounds - 1):
-        for place, one in enumerate(found):
-            again = cost_of(one.ranks, stage, num_blocks, width)
-            work = min(one.initialize_work, again.initialize_work), min(one.step_work, again.step_work)
-            found[place] = replace(one, initialize_work=work[0], step_work=work[1])
-    if len({one.order for one in found}) > 1:
-        raise RuntimeError(f"the order of collectives depends on the number of ranks: {found}")
-    return found
+    all_rounds = [[cost_of(ranks, stage, num_blocks, width) for ranks in worlds] for _ in range(rounds)]
+    if len({one["order"] for some in all_rounds for one in some}) > 1:
+        raise RuntimeError(f"the order of collectives depends on the number of ranks: {all_rounds}")
+    by_world = zip(*all_rounds, strict=True)
+    return [some[0] | {name: min(one[name] for one in some) for name in WORK} for some in by_world]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -171,8 +159,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.INFO)
-    costs = costs_by_world(sorted(options.ranks), options.zero, options.blocks, options.rounds)
-    rows = [row_of(f"{one.ranks:,} ranks", asdict(one)) for one in costs]
+    worlds = sorted(options.ranks)
+    costs = costs_by_world(worlds, options.zero, options.blocks, options.rounds)
+    rows = [row_of(f"{ranks:,} ranks", one) for ranks, one in zip(worlds, costs, strict=True)]
 
     def ratio(name: str, row: Row) -> float:
         return float(row.more[name] / rows[0].more[name])

@@ -16,18 +16,19 @@ def test_where_no_cgroup_can_be_made_it_is_said(
     cgroup = helper("cgroup_law")
     monkeypatch.setattr(cgroup, "ROOT", tmp_path / "missing")
     said = re.escape("No such file or directory; it takes root and a writable")
-    with pytest.raises(cgroup.NoCgroup, match=f"cannot make .*{said}"):
-        cgroup.MemoryGroup(1 << 30)
+    with pytest.raises(cgroup.NoCgroup, match=f"cannot make .*{said}"), cgroup.memory_group(1 << 30):
+        pass
     monkeypatch.setattr(cgroup, "ROOT", tmp_path)
-    with pytest.raises(cgroup.NoCgroup, match="has no memory controller"):
-        cgroup.MemoryGroup(1 << 30)
+    with pytest.raises(cgroup.NoCgroup, match="has no memory controller"), cgroup.memory_group(1 << 30):
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_law(helper: Helper) -> None:
     law = helper("cgroup_law")
     try:
-        law.MemoryGroup(None).close()
+        with law.memory_group(None):
+            pass
     except law.NoCgroup as error:
         pytest.skip(str(error))
     case = law.drawn(random.Random(8), 1)  # not at the edge of the 3 %

@@ -34,14 +34,14 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class FakeClock:
-    """Runs the work, and says that each call took a millisecond more than the one before."""
+    """Runs the work, and says that each call took a second more than the one before."""
 
     def __init__(self) -> None:
-        self.milliseconds = itertools.count(1)
+        self.seconds = itertools.count(1)
 
     def run(self, work: Callable[[], object], wait_microseconds: float = 0.0) -> tuple[float, float]:
         work()
-        return float(next(self.milliseconds)), 7.0
+        return float(next(self.seconds)), 7.0
 
 
 def with_form(script: ModuleType, name: str, contender: str, form: Callable[[Any], Any]) -> Any:
@@ -152,31 +152,34 @@ def test_peers_compute_the_same(script: ModuleType, peer: str, generator: torch.
 
 
 def test_passes_are_timed_and_judged(script: ModuleType, generator: torch.Generator) -> None:
-    findings = script.Findings([], [], copy_bandwidth=1e9)
-
     def failing(inputs: Any) -> Any:
         raise ZeroDivisionError("no such peer")
 
     problem = problem_of(script, dataclasses.replace(script.CASES["rms_norm"], sizes=((5, 123),)), (5, 123), generator)
     forms = {name: problem.case.forms[name] for name in ("lowtide", "torch")} | {"liger": failing}
-    script.time_problem(findings, problem, forms, FakeClock(), rounds=4)
+    rows = script.time_pass(problem, "forward", forms, FakeClock(), rounds=4)
     losses = problem_of(script, script.CASES["cross_entropy"], (7, 300), generator)
-    script.time_problem(findings, losses, {"lowtide": losses.case.forms["lowtide"]}, FakeClock(), rounds=1)
-    forward, _, loss, both = findings.rows
-    assert [row.which for row in findings.rows] == ["forward", "backward", "forward", "both"]
+    ours = {"lowtide": losses.case.forms["lowtide"]}
+    for which in losses.case.passes:
+        rows += script.time_pass(losses, which, ours, FakeClock(), rounds=1)
+    forward, of_torch, of_liger, loss, both = rows
+    names = ["5 x 123 float32 forward lowtide", "7 x 300 float32 forward lowtide", "7 x 300 float32 both lowtide"]
+    assert [row.label for row in (forward, loss, both)] == [
+        f"rms_norm {names[0]}",
+        *(f"cross_entropy {name}" for name in names[1:]),
+    ]
     # After three untimed calls each: ours first, then second, and so on.
-    assert forward.ours.milliseconds == [7.0, 10.0, 11.0, 14.0]
-    assert forward.measured["torch"].milliseconds == [8.0, 9.0, 12.0, 13.0]
-    assert forward.fastest_peer == "torch" and forward.measured["liger"].failure == "ZeroDivisionError: no such peer"
-    assert forward.ratios_to_best == pytest.approx([7 / 8, 10 / 9, 11 / 12, 14 / 13])
-    assert forward.moved_bytes == 4 * (2 * 5 * 123 + 123 + 5)
-    assert forward.bandwidth == pytest.approx(forward.moved_bytes / 10.5e-3)
-    assert both.moved_bytes == 3 * 4 * 7 * 300 + 2 * 8 * 7
-    assert loss.fastest_peer is None
-    columns = {column.heading: column for column in script.columns(findings.rows, 1e9)}
-    assert columns["of copy"].cell(forward) == f"{forward.bandwidth / 1e9:.0%}"
+    assert [job.step_seconds for _, job in sorted(forward.timed.items())] == [7.0, 10.0, 11.0, 14.0]
+    assert [job.step_seconds for _, job in sorted(of_torch.timed.items())] == [8.0, 9.0, 12.0, 13.0]
+    assert of_liger.failure == "ZeroDivisionError: no such peer" and not of_liger.timed
+    assert forward.more == {"host us": 7.0, "bytes": 4 * (2 * 5 * 123 + 123 + 5)}
+    assert both.more["bytes"] == 3 * 4 * 7 * 300 + 2 * 8 * 7
+    columns = {column.heading: column for column in script.columns(rows, 1e3)}
+    assert columns["ms"].cell(forward) == "10500.0000" and columns["ms"].cell(of_liger) == "-"
+    assert columns["of copy"].cell(forward) == f"{forward.more['bytes'] / 10.5 / 1e3:.0%}"
     assert columns["best"].cell(forward) == "torch" and columns["x best"].cell(forward).startswith("1.00 ")
-    assert columns["liger ms"].cell(forward) == "-" and columns["x best"].cell(loss) == "-"
+    assert columns["x best"].value(forward) == pytest.approx([7 / 8, 10 / 9, 11 / 12, 14 / 13])
+    assert columns["best"].cell(loss) == columns["x best"].cell(loss) == columns["x best"].cell(of_torch) == "-"
 
 
 def test_what_cannot_be_run_is_said(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:

@@ -538,17 +538,10 @@ def python_of(contender: Contender, options: argparse.Namespace) -> str:
     return str(other or sys.executable)
 
 
-def job_of(options: argparse.Namespace, **more: Any) -> dict[str, Any]:
-    """What a job is told: all that the command line says, and more."""
+def job_of(options: argparse.Namespace) -> dict[str, Any]:
+    """What a job is told: all that the command line says."""
     told = {key: value for key, value in vars(options).items() if key not in ("contenders", "json", "png")}
-    return {key: str(value) if isinstance(value, Path) else value for key, value in told.items()} | more
-
-
-def settings_of(options: argparse.Namespace, title: str, **more: Any) -> dict[str, Any]:
-    """What numbers were measured with, and on."""
-    machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
-    versions = {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
-    return {**job_of(options), "title": title, **more, **machine, **versions}
+    return {key: str(value) if isinstance(value, Path) else value for key, value in told.items()}
 
 
 def begin(width: int = 140) -> Console:
@@ -739,7 +732,9 @@ def conclude(
     for line in lines:
         console.print(line, style="red", markup=False, highlight=False)
     found = [{**asdict(row), "tables": values_of(row, tables)} for row in rows]
-    numbers = {"settings": settings_of(options, title, **(settings or {})), "contenders": found}
+    machine = {"machine": platform.machine(), "system": platform.platform(), "cpus": os.cpu_count()}
+    machine |= {"python": platform.python_version(), "torch": importlib.metadata.version("torch")}
+    numbers = {"settings": {**job_of(options), "title": title, **(settings or {}), **machine}, "contenders": found}
     if options.json:
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     if options.png and any(row.has_jobs for row in rows):

@@ -8,7 +8,7 @@ The host's memory stands in for a GPU's: a rank may hold so much more than it he
 library were imported, and is stopped when it exceeds that. Memory that ranks share counts once, divided; GPUs share
 none.
 
-tokens/s are measured at each contender's largest model, in jobs of their own, which nothing stops at the budget;
+tokens/s are measured at each contender's largest, in jobs of their own, which nothing stops at the budget;
 compare.py measures speeds at one size. With --sequence the length of the sequence grows instead, of the model
 `LONG_SHAPE`, which has the proportions of Llama 3 8B.
 
@@ -152,7 +152,6 @@ class Search:
         self.console = console
         self.rows = [LargestRow(contender) for contender in options.contenders]
         shape = LONG_SHAPE if o.sequence else SIZES[o.size]
-        self.tokens_per_step = o.ranks * shape.sequence_length
         what = f"GPT of {shape.num_layers} layers" if o.sequence else f"GPT of width {shape.width}"
         tokens = "" if o.sequence else f" x {shape.sequence_length} tokens"
         self.title = f"{what}, fp32, in {o.budget_mib:,} MiB a rank, {o.ranks} rank(s), microbatch 1{tokens}"
@@ -162,27 +161,31 @@ class Search:
 
     @property
     def peer(self) -> LargestRow | None:
-        """The row whose largest is the measure: the first contender that is not lowtide and trains a model at all.
-
-        Of sequences it is the first of all.
-        """
+        """The row whose largest is the measure: the first peer that trains a model at all, else the first lowtide."""
         found = [row for row in self.rows if row.largest]
-        return next((row for row in found if self.options.sequence or row.contender.kind != "lowtide"), None)
+        return min(found, key=lambda row: row.contender.kind == "lowtide", default=None)
+
+    def name(self, amount: int) -> str:
+        return f"{amount:,} tokens" if self.options.sequence else f"{amount} layers"
 
     def shape(self, amount: int) -> GPTSize:
         if self.options.sequence:
             return replace(LONG_SHAPE, sequence_length=amount)
         return replace(SIZES[self.options.size], num_layers=amount)
 
+    def parameters(self, row: LargestRow) -> float | None:
+        return self.shape(row.largest).num_parameters if row.largest else None
+
     def ratio(self, row: LargestRow) -> float | None:
         """Return the row's largest over the peer's: parameters, or tokens."""
-        if self.peer is None or not row.largest or self.options.sequence:
+        if self.peer is None or self.options.sequence:
             return over(row.largest, self.peer.largest) if self.peer else None
-        return self.shape(row.largest).num_parameters / self.shape(self.peer.largest).num_parameters
+        return over(self.parameters(row), self.parameters(self.peer))
 
     def tokens_per_second(self, row: LargestRow) -> float | None:
         """Return the tokens of all ranks in a second of the median step at the row's largest model."""
-        return self.tokens_per_step / row.step_seconds if row.step_seconds else None
+        tokens = self.options.ranks * self.shape(row.largest).sequence_length
+        return over(tokens, row.step_seconds)
 
     def run(self) -> None:
         """Search for every contender, then measure times; a contender that failed is left out from there on."""
@@ -191,8 +194,6 @@ class Search:
                 most_layers(partial(self._fits, row), self.start, self.most, RESOLUTION)
             except JobError as error:
                 self._fail(row, str(error))
-        if self.options.sequence:
-            return
         for row in self.rows:
             if row.largest and not row.failure:
                 self._time(row)
@@ -200,8 +201,7 @@ class Search:
     def _fits(self, row: LargestRow, number: int) -> bool:
         """Try a model. Raises JobError, with the layers in its text, where the job fails in another way."""
         amount, budget = number * self.unit, self.options.budget_mib
-        name = f"{amount:,} tokens" if self.options.sequence else f"{amount} layers"
-        peak: int | None = None
+        name, peak = self.name(amount), None
         try:
             peak = self._run(row, amount, 0, STEPS, "exact").peak_bytes
         except OverBudget:
@@ -219,10 +219,10 @@ class Search:
         try:
             row.timed[0] = self._run(row, row.largest, 1, TIMED_STEPS, None)
         except JobError as error:
-            self._fail(row, f"timed at {row.largest} layers: {error}")
+            self._fail(row, f"timed at {self.name(row.largest)}: {error}")
             return
         speed = f"{self.tokens_per_second(row):,.0f} tokens/s"
-        self._say(row, f"{row.largest} layers: {row.step_seconds:.3f} s/step, {speed}")
+        self._say(row, f"{self.name(row.largest)}: {row.step_seconds:.3f} s/step, {speed}")
 
     def _run(self, row: LargestRow, amount: int, warmup: int, steps: int, allocator: str | None) -> Result:
         """Run one job; it measures memory with an `allocator`, and else time. No file is left behind.
@@ -242,12 +242,11 @@ class Search:
         return result
 
     def _say(self, row: LargestRow, line: str) -> None:
-        self.console.print(f"{row.contender.label}  {line}", highlight=False)
+        self.console.print(f"{row.contender.label}  {line}", markup=False, highlight=False)
 
     def _fail(self, row: LargestRow, reason: str) -> None:
         row.failure = reason
-        self.console.print(f"{row.contender.label}: [red]FAILED[/red]", highlight=False)
-        self.console.print("   ", reason, markup=False, highlight=False)
+        self._say(row, f"FAILED: {reason}")
 
 
 def columns(search: Search) -> list[Column]:
@@ -259,20 +258,20 @@ def columns(search: Search) -> list[Column]:
             return "-" if row.failure else "none fits"
         return f"{'>= ' if row.largest == search.most * search.unit else ''}{row.largest:,}"
 
-    def parameters(row: LargestRow) -> float | None:
-        return search.shape(row.largest).num_parameters / 1e6 if row.largest else None
-
     more = f"x {peer.contender.label if peer else 'peer'}"
     panel = "millions of parameters of the largest model that trains (more is better)"
-    found = [
+    return [
         Column("tokens of\na rank" if is_sequence else "layers", amount),
-        Column("largest, M\nparameters", parameters, ".1f", None if is_sequence else panel),
+        Column(
+            "largest, M\nparameters",
+            lambda row: over(search.parameters(row), 1e6),
+            ".1f",
+            None if is_sequence else panel,
+        ),
         Column(more, search.ratio, panel=f"{more}: the longest sequence" if is_sequence else None),
         Column("peak MiB\nof a rank", lambda row: mib(row.tries.get(row.largest)), ".0f"),
+        Column("tokens/s,\nits largest", search.tokens_per_second, ",.0f"),
     ]
-    if not is_sequence:
-        found.append(Column("tokens/s,\nits largest", search.tokens_per_second, ",.0f"))
-    return found
 
 
 # -- the command -----------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import _worker
 import torch
@@ -129,8 +129,9 @@ def trained(step: Callable[..., Any], batches: Sequence[Sequence[Any]], warmup: 
         "seconds": seconds[warmup:],
         "ms": statistics.median(seconds[warmup:]) * 1e3,
         "ms until launched": statistics.median(launched[warmup:]) * 1e3,
-        "allocated": peaks().allocated,
-        "reserved": peaks().reserved,
+        # The most since `forget_memory`; None on the CPU, which is not measured here.
+        "allocated": torch.accelerator.max_memory_allocated() if type_of_device() != "cpu" else None,
+        "reserved": torch.accelerator.max_memory_reserved() if type_of_device() != "cpu" else None,
     }
 
 
@@ -158,20 +159,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 def bf16_flops() -> float | None:
     """Return the most floating-point operations a second of dense products in bf16; None of a device not known here."""
     return next((flops for text, flops in _BF16_FLOPS.items() if text in name()), None)
-
-
-class Peaks(NamedTuple):
-    """Bytes of the device's memory; None on the CPU, which is not measured here."""
-
-    allocated: int | None = None
-    reserved: int | None = None
-
-
-def peaks() -> Peaks:
-    """Return the most that this process had since `forget_memory`."""
-    if type_of_device() == "cpu":
-        return Peaks()
-    return Peaks(torch.accelerator.max_memory_allocated(), torch.accelerator.max_memory_reserved())
 
 
 def forget_memory() -> None:

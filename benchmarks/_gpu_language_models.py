@@ -20,8 +20,19 @@ from typing import Any
 import _device
 import torch
 from _contenders import ADAMW, BUILDERS, OFFLOAD_FOLDER, Setup, lowtide
-from _gpu_part import OutOfTime, Record
-from _harness import Contender, JobError, OverBudget, Start, by_name, environment_of, gathered, run_ranks, warm_start
+from _gpu_part import Cell, OutOfTime, Record
+from _harness import (
+    Contender,
+    JobError,
+    OverBudget,
+    Start,
+    by_name,
+    environment_of,
+    gathered,
+    over,
+    run_ranks,
+    warm_start,
+)
 from _model import SEED
 from torch import Tensor, nn
 
@@ -239,22 +250,21 @@ def add_row(record: Record, work: Work, contender: Contender, what: str, start: 
             if record.seconds_left == 0.0:
                 raise OutOfTime from error
             outcome = str(error).removeprefix("rank 0 ended with status 1: ")
-    speed = tokens / result.step_seconds if result else None
-    peak_flops, more = _device.bf16_flops(), result.more if result else {}
-    record.add(
-        "language models, bf16, one rank",
-        model=str(work) + (", recomputed" if work.recomputes else ""),
-        contender=contender.label,
-        outcome=outcome,
-        tokens_per_s=speed,
-        MFU=speed * shape.flops(work.sequence) / peak_flops if speed and peak_flops else None,
-        ms_a_step=result.step_seconds * 1e3 if result else None,
-        ms_until_launched=more["ms until launched"] if result else None,
-        peak_GiB=more["allocated"] / GIB if result and more["allocated"] else None,
-        reserved_GiB=more["reserved"] / GIB if result and more["reserved"] else None,
-        losses=" ".join(f"{loss:.4f}" for loss in result.losses) if result else None,
-        limits="; ".join(more["limits"]) or None if result else None,
-    )
+    cells: dict[str, Cell] = {}
+    if result is not None:
+        speed, more = tokens / result.step_seconds, result.more
+        cells = {
+            "tokens_per_s": speed,
+            "MFU": over(speed * shape.flops(work.sequence), _device.bf16_flops()),
+            "ms_a_step": result.step_seconds * 1e3,
+            "ms_until_launched": more["ms until launched"],
+            "peak_GiB": over(more["allocated"], GIB),
+            "reserved_GiB": over(more["reserved"], GIB),
+            "losses": " ".join(f"{loss:.4f}" for loss in result.losses),
+            "limits": "; ".join(more["limits"]) or None,
+        }
+    model = str(work) + (", recomputed" if work.recomputes else "")
+    record.add("language models, bf16, one rank", model=model, contender=contender.label, outcome=outcome, **cells)
     if result is None and contender.kind == "lowtide" and not is_refusal(outcome):
         record.fail(what, outcome)
 

@@ -122,7 +122,7 @@ class Record:
             return
         except Exception as error:
             traceback.print_exc()
-            self.fail(what, one_line(error))
+            self.fail(what, f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
         self._found["measured"].append(what)
 
     def end(self) -> None:
@@ -142,12 +142,6 @@ class Record:
 
 def undated(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "date"}
-
-
-def one_line(error: BaseException) -> str:
-    """Return the class of an error and the beginning of its text in one line."""
-    said = " ".join(str(error).split())
-    return f"{type(error).__name__}: {said[:400]}"
 
 
 def read(folder: Path) -> dict[str, Any]:

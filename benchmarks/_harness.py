@@ -324,7 +324,8 @@ def run_job(
     job |= more
     environment = environment_of(options.threads, allocator, getattr(options, "device", "cpu"))
     num_processes = row.contender.num_processes(job["ranks"])
-    python = python or python_of(row.contender, options)
+    if python is None:
+        python = str((row.contender.needs_deepspeed and options.deepspeed_python) or sys.executable)
     return run_ranks(job, num_processes, python, environment, options.timeout, place=place)
 
 
@@ -399,6 +400,11 @@ def row_of(name: str, *rounds: Mapping[str, Any], kind: str = "lowtide") -> Row:
 def find(rows: Sequence[Row], name: str | None, ranks: int | None = None) -> Row | None:
     """Gives the row of a contender, None where it was not run."""
     return next((row for row in rows if row.contender.name == name and row.ranks == ranks), None)
+
+
+def peer_of(rows: Sequence[Row], row: Row) -> Row | None:
+    """The row that this one is compared with, on as many ranks, None where it was not run."""
+    return find(rows, row.contender.peer, row.ranks)
 
 
 # -- interleaved rounds ----------------------------------------------------------------------------------------------
@@ -532,12 +538,6 @@ class JobParser(Parser):
         return options
 
 
-def python_of(contender: Contender, options: argparse.Namespace) -> str:
-    """The interpreter that trains it."""
-    other = options.deepspeed_python if contender.needs_deepspeed else None
-    return str(other or sys.executable)
-
-
 def job_of(options: argparse.Namespace) -> dict[str, Any]:
     """What a job is told: all that the command line says."""
     told = {key: value for key, value in vars(options).items() if key not in ("contenders", "json", "png")}
@@ -634,19 +634,20 @@ Tables = Mapping[str, Sequence[Column]]
 """The columns of each table by its title; every table has a line for each row."""
 
 
-def step_columns(rows: Sequence[Row], heading: str, peer_of: Callable[[Row], Row | None]) -> list[Column]:
+def step_columns(rows: Sequence[Row], heading: str) -> list[Column]:
     """Return the columns of a comparison in pairs: each row beside its peer, which `heading` names.
 
     Medians, and (lowest-highest) over the rounds; a ratio is of jobs of the same round.
     """
 
     def peak_ratio(row: Row) -> float | None:
-        peer = peer_of(row)
+        peer = peer_of(rows, row)
         return over(row.peak_bytes, peer.peak_bytes if peer else None)
 
+    ratio = f"step time / {heading}'s"
     return [
         Column("s/step", lambda row: row.step_seconds, ".3f", "seconds of a step"),
-        Column(f"x {heading}", lambda row: row.ratios(peer_of(row)), panel=f"step time / {heading}'s", line=1.0),
+        Column(f"x {heading}", lambda row: row.ratios(peer_of(rows, row)), panel=ratio, line=1.0),
         Column("peak MiB", lambda row: mib(row.peak_bytes), ".0f", "peak of a rank, MiB"),
         Column(f"peak x {heading}", peak_ratio),
         LOSSES,
@@ -695,8 +696,8 @@ def write_chart(rows: Sequence[Row], tables: Tables, title: str, path: Path) -> 
     colours = ["tab:blue" if row.contender.kind == "lowtide" else "tab:gray" for row in rows]
     for axes, column in zip(grid, panels, strict=True):
         found = [column.value(row) for row in rows]
-        bars: list[Any] = [(value if isinstance(value, list) else [value]) or [0.0] for value in found]
-        bars = [[one or 0.0 for one in values] for values in bars]
+        lists: list[Any] = [(value if isinstance(value, list) else [value]) or [0.0] for value in found]
+        bars = [[one or 0.0 for one in values] for values in lists]
         middle = [statistics.median(values) for values in bars]
         below = [one - min(values) for one, values in zip(middle, bars, strict=True)]
         above = [max(values) - one for one, values in zip(middle, bars, strict=True)]

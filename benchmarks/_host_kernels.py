@@ -7,8 +7,8 @@ left is Python, autograd and allocations. The CPU computes torch's operators, an
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import os
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
@@ -24,14 +24,10 @@ KERNELS = ("rms_norm", "add_rms_norm", "swiglu", "geglu", "rotary_embedding", "c
 FORMS = ("lowtide", "torch")
 
 
-def nothing(*args: object) -> None:
-    """Stand in for the launcher that a driver compiles."""
-
-
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """Let launches find a compiled kernel that does nothing."""
-    compiled = SimpleNamespace(run=nothing, function=None, packed_metadata=None)
+    compiled = SimpleNamespace(run=lambda *args: None, function=None, packed_metadata=None)
     with (
         mock.patch("lowtide.kernels.triton.launch.launch", lambda *args, **kwargs: compiled),
         mock.patch("torch._C._cuda_getDevice", lambda: -1, create=True),
@@ -67,18 +63,9 @@ def backward(case: Case, forward: Callable[[], list[Tensor]], tensors: dict[str,
 
 def python_calls(action: Callable[[], object]) -> int:
     """Return how many functions of Python are called."""
-    calls = 0
-
-    def count(frame: object, event: str, argument: object) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    sys.setprofile(count)
-    try:
-        action()
-    finally:
-        sys.setprofile(None)
-    return calls - 1  # of the action itself
+    profile = cProfile.Profile(builtins=False)
+    profile.runcall(action)
+    return sum(entry.callcount for entry in profile.getstats()) - 1  # of the action itself
 
 
 def row_of_kernel(steps: list[Callable[[], object]], milliseconds: list[float]) -> dict[str, float]:

@@ -26,12 +26,8 @@ class GPTSize:
 
     @property
     def num_parameters(self) -> int:
-        """Of a `GPT` of this shape: what its blocks have, and what stands before and behind them."""
-        width = self.width
-        matrices, vectors = 12 * width**2, 13 * width  # of a block; its biases and norms are the vectors
-        positions = self.sequence_length if self.has_positions else 0
-        around = (2 * self.vocabulary + positions) * width + 2 * width
-        return self.num_layers * (matrices + vectors) + around
+        with torch.device("meta"):
+            return sum(param.numel() for param in build_model(self).parameters())
 
 
 SIZES = {

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import mmap
 import os
 import shutil
 import statistics
@@ -143,13 +142,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
             if number:
                 on_rank_0(partial(shutil.rmtree, folder))
             folder = Path(job["folder"]) / f"{name}{number}"
-            timed(name, partial(write, folder), partial(on_rank_0, partial(sync_files, folder)))
+            timed(name, partial(write, folder), partial(on_rank_0, partial(sync_folder, folder)))
         return folder
 
     folder = into_new_folders("save", save)
     expected = [float(trainer.step(*batch)) for batch in batches[1:]]
     for _ in range(job["repeats"]):
-        on_rank_0(lambda: drop_from_cache(files_below(folder)))
+        on_rank_0(lambda: sync_files(files_below(folder), drops=True))
         timed("load cold", partial(load, folder), lambda: None)
         on_rank_0(lambda: _read(files_below(folder)))  # into the cache: a cold load may have read past it
         timed("load warm", partial(load, folder), lambda: None)
@@ -168,28 +167,21 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@contextlib.contextmanager
-def opened(path: Path, flags: int) -> Iterator[int]:
-    descriptor = os.open(path, flags, 0o666)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def sync_folder(folder: Path) -> None:
+    """Return when all below the folder, and its name, is on the disk."""
+    sync_files([*folder.rglob("*"), folder])
 
 
-def sync_files(folder: Path) -> None:
-    """Return when every file below the folder, and its name, is on the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        with opened(path, os.O_RDONLY) as descriptor:
-            os.fsync(descriptor)
-
-
-def drop_from_cache(paths: Iterable[Path]) -> None:
-    """Take files out of the page cache; what is not on the disk yet is written first."""
+def sync_files(paths: Iterable[Path], drops: bool = False) -> None:
+    """Return when files, or names in folders, are on the disk. drops: then take them out of the page cache."""
     for path in paths:
-        with opened(path, os.O_RDONLY) as descriptor:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if drops:
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
 
 
 def measure_disk(folder: Path, nbytes: int, files: list[Path], repeats: int) -> dict[str, float]:
@@ -201,22 +193,19 @@ def measure_disk(folder: Path, nbytes: int, files: list[Path], repeats: int) -> 
     found: dict[str, list[float]] = {"write": [], "read cold": [], "read warm": []}
     for _ in range(repeats):
         found["write"].append(_write(folder / "disk-speed", nbytes))
-        drop_from_cache(files)
+        sync_files(files, drops=True)
         found["read cold"].append(_read(files))
         found["read warm"].append(_read(files))
     return {name: statistics.median(values) for name, values in found.items()}
 
 
 def _write(path: Path, nbytes: int) -> float:
-    block = mmap.mmap(-1, BLOCK_BYTES)
-    block[:] = os.urandom(BLOCK_BYTES)
-    view = memoryview(block)
+    block = os.urandom(BLOCK_BYTES)
     started = time.perf_counter()
-    with opened(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as descriptor:
-        left = nbytes
-        while left:
-            left -= os.write(descriptor, view[: min(left, BLOCK_BYTES)])
-        os.fsync(descriptor)
+    with path.open("wb") as file:
+        for start in range(0, nbytes, BLOCK_BYTES):
+            file.write(block[: nbytes - start])
+        os.fsync(file)
     seconds = time.perf_counter() - started
     path.unlink()
     return seconds

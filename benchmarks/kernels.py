@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 
 import _device
 import torch
-from _harness import Column, Parser, Row, begin, conclude, count, over
+from _harness import Column, Parser, Result, Row, begin, conclude, count, over, row_of
 from _kernel_cases import CASES, Case, Draw, Form, dtype_text, size_text
 from _kernel_measure import Checker, Clock, Problem, time_pass
 from rich.console import Console
@@ -34,36 +34,17 @@ DTYPES = {dtype_text(dtype): dtype for dtype in (torch.float32, torch.bfloat16, 
 
 
 @dataclass
-class Check:
-    """Errors of our kernel for one problem, over what they may be."""
-
-    what: str
-    errors: dict[str, float]
-    failure: str | None = None
-
-    @property
-    def is_right(self) -> bool:
-        return self.failure is None and all(error <= 1.0 for error in self.errors.values())
-
-    @property
-    def text(self) -> str:
-        worst = ", ".join(f"{name} {error:.2g}" for name, error in self.errors.items() if not error <= 1.0)
-        found = self.failure or f"errors over what is allowed, expected at most 1: {worst}"
-        return f"wrong: {self.what}: {found}"
-
-
-@dataclass
 class Findings:
-    """Everything of one run."""
+    """Everything of one run. checks: more is, of one problem, each error of our kernel over what it may be."""
 
     rows: list[Row]
-    checks: list[Check]
+    checks: list[Row]
     copy_bandwidth: float = 0.0  # bytes a second
 
     @property
     def wrong(self) -> list[str]:
         """A line for each wrong kernel of ours."""
-        return [check.text for check in self.checks if not check.is_right]
+        return [f"wrong: {check.label}: {check.failure}" for check in self.checks if check.failure]
 
 
 def columns(rows: Sequence[Row], copy_bandwidth: float) -> list[Column]:
@@ -137,15 +118,20 @@ def run_all(options: argparse.Namespace, console: Console) -> Findings:
             for dtype in [DTYPES[name] for name in options.dtypes if DTYPES[name] in case.dtypes]:
                 label = f"{case.name} {size_text(size)} {dtype_text(dtype)}"
                 console.print(label, style="dim", highlight=False)
+                check = row_of(label)
+                findings.checks.append(check)
                 try:
                     problem = Problem(case, size, dtype, draw)
-                    findings.checks.append(Check(label, Checker(problem).errors(case.forms[OURS], poisoned=True)))
+                    errors = Checker(problem).errors(case.forms[OURS], poisoned=True)
+                    check.timed[0] = Result([], [], more=errors)
+                    if worst := ", ".join(f"{name} {error:.2g}" for name, error in errors.items() if not error <= 1.0):
+                        check.failure = f"errors over what is allowed, expected at most 1: {worst}"
                     if clock is not None:
                         forms = forms_of(case)
                         for which in case.passes:
                             findings.rows += time_pass(problem, which, forms, clock, options.rounds)
                 except Exception as error:
-                    findings.checks.append(Check(label, {}, f"{type(error).__name__}: {error}"))
+                    check.failure = f"{type(error).__name__}: {error}"
                 if has_gpu:
                     torch.cuda.empty_cache()  # the next one has other sizes
     return findings

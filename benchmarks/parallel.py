@@ -29,7 +29,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from _contenders import ADAMW, RANKS, Setup, Trainer, build_lowtide, build_single, deepspeed_config, wait_for_all
-from _harness import MIB, Column, Contender, JobParser, Row, by_name, compare, count, find, run_steps, step_columns
+from _harness import MIB, Column, Contender, JobParser, Row, by_name, compare, count, run_steps, step_columns
 from _worker import PeakSampler, sent_bytes, timed_steps
 from gpu import python_path
 from torch import Tensor
@@ -265,7 +265,7 @@ def columns(rows: Sequence[Row], counts_bytes: bool) -> list[Column]:
         return statistics.median(found) / MIB if found and counts_bytes else None
 
     of_sent = Column("sent MiB/step", sent, ".1f", "sent by all ranks in a step, MiB")
-    return [*step_columns(rows, "its peer", lambda row: find(rows, row.contender.peer)), of_sent]
+    return [*step_columns(rows, "its peer"), of_sent]
 
 
 def main() -> int:

@@ -41,8 +41,8 @@ from _harness import (
     by_name,
     compare,
     count,
-    find,
     gathered,
+    peer_of,
     run_job,
     step_columns,
 )
@@ -333,14 +333,9 @@ def measured(row: Row, options: argparse.Namespace) -> Simulation:
     return sorted(found, key=lambda one: one.makespan)[(len(found) - 1) // 2]
 
 
-def peer_of(rows: Sequence[Row], row: Row) -> Row | None:
-    """The row that this one is compared with, None where it was not run."""
-    return find(rows, row.contender.peer, row.ranks)
-
-
 def work_columns(rows: Sequence[Row], _: argparse.Namespace) -> list[Column]:
     """ "torch" is torch's same schedule."""
-    return step_columns(rows, "torch", partial(peer_of, rows))
+    return step_columns(rows, "torch")
 
 
 def sleep_columns(rows: Sequence[Row], options: argparse.Namespace) -> list[Column]:

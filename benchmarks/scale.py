@@ -50,16 +50,9 @@ class Wire:
         self.names: list[str] = []
         self.sent_bytes = 0
 
-    def gather(self, output: Tensor, *_: Any, **__: Any) -> Wire:
-        return self._note("gather", output, 1)
-
-    def reduce_scatter(self, output: Tensor, source: Tensor, *_: Any, **__: Any) -> Wire:
-        return self._note("reduce-scatter", source, 1)
-
-    def all_reduce(self, tensor: Tensor, *_: Any, **__: Any) -> Wire:
-        return self._note("all-reduce", tensor, 2)
-
-    def _note(self, name: str, whole: Tensor, times: int) -> Wire:
+    def note(self, name: str, times: int, output: Tensor, source: Any = None, *_: Any, **__: Any) -> Wire:
+        """Note a collective, which sends the whole tensor so many times."""
+        whole = source if name == "reduce-scatter" else output
         # Counters are packed into words of 64 bits, by as many bits as the number of ranks has.
         is_packed = whole.dtype == torch.int64
         self.names.append(name if is_packed else f"{name} {whole.numel()} {whole.dtype}")
@@ -79,9 +72,9 @@ def world_of(ranks: int) -> Iterator[Wire]:
     wire = Wire(ranks)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with (
-        mock.patch("lowtide.comm.native._all_gather", wire.gather),
-        mock.patch("lowtide.comm.native._reduce_scatter", wire.reduce_scatter),
-        mock.patch("lowtide.comm.native._all_reduce", wire.all_reduce),
+        mock.patch("lowtide.comm.native._all_gather", partial(wire.note, "gather", 1)),
+        mock.patch("lowtide.comm.native._reduce_scatter", partial(wire.note, "reduce-scatter", 1)),
+        mock.patch("lowtide.comm.native._all_reduce", partial(wire.note, "all-reduce", 2)),
     ):
         try:
             yield wire

@@ -58,7 +58,7 @@ def test_what_was_done_when_is_shown_and_drawn(helper: Helper, row: Callable[...
 def test_a_ratio_compares_the_same_schedule_on_as_many_ranks(helper: Helper, row: Callable[..., Any]) -> None:
     ours, other = row("1f1b", 2, {0: [1.0], 1: [3.0, 1.0, 2.0]}), row("torch-1f1b", 4, {0: [9.0], 1: [9.0]})
     torch_row = row("torch-1f1b", 2, {1: [4.0], 2: [8.0]})
-    peer_of = helper("pipeline").peer_of
+    peer_of = helper("_harness").peer_of
     assert peer_of([other, torch_row, ours], ours) is torch_row and peer_of([other, ours], ours) is None
     assert ours.ratios(torch_row) == [0.5] and ours.ratios(None) == []
     assert ours.step_seconds == 1.5 and row("1f1b", 2, {}).step_seconds is None

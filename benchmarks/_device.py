@@ -67,11 +67,6 @@ def type_of_device() -> str:
     return "cpu" if found is None else found.type
 
 
-def config_name() -> str:
-    """The device as a config of lowtide names it."""
-    return "cpu" if type_of_device() == "cpu" else "auto"
-
-
 def count() -> int:
     """Return how many accelerators this process sees."""
     return 0 if type_of_device() == "cpu" else torch.accelerator.device_count()
@@ -88,11 +83,6 @@ def name() -> str:
 def total_bytes() -> int | None:
     """Of the device's memory; None where it does not say."""
     return torch.cuda.get_device_properties(0).total_memory if type_of_device() == "cuda" else None
-
-
-def num_threads() -> int:
-    """Of a process that has the host to itself: what is offloaded is updated there."""
-    return 1 if is_rehearsal() else len(os.sched_getaffinity(0))
 
 
 def synchronize() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -233,7 +234,7 @@ def compare(record: Record) -> None:
 def add_row(record: Record, work: Work, contender: Contender, what: str, start: Start) -> None:
     """Add a row, also for what has not trained: then its outcome is the last line of the error, or "out of memory"."""
     shape, tokens = SHAPES[work.model], work.rows * work.sequence * work.accumulation
-    threads = _device.num_threads()
+    threads = 1 if IS_REHEARSAL else len(os.sched_getaffinity(0))  # what is offloaded is updated there
     job = vars(work) | vars(contender) | {"worker": "_gpu_language_models:train", "threads": threads}
     outcome, result = "trained", None
     with tempfile.TemporaryDirectory(prefix="offload-", dir=record.folder) as folder:

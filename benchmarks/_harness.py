@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 from unittest import mock
 
 import _worker
@@ -80,13 +80,8 @@ def environment_of(threads: int, allocator: str | None, device: str = "cpu") -> 
     }
 
 
-class Process(Protocol):
-    """A rank that was started, in a process group of its own; `poll` and `wait` as of `subprocess.Popen`."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self) -> int: ...
+Process = tuple[int, Callable[[], int | None]]
+"""The id of a rank that was started, in a process group of its own; and what gives its status, None while it runs."""
 
 
 Start = Callable[[list[str], dict[str, str], Path], Process]
@@ -99,16 +94,17 @@ Place = Callable[[int], tuple[list[str], dict[str, str]]]
 
 def start_process(command: list[str], environment: dict[str, str], log: Path) -> Process:
     with log.open("wb") as said:
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True)
+    return process.pid, process.poll
 
 
 def start_fork(command: list[str], environment: dict[str, str], log: Path, context: Any = None) -> Process:
     """Fork this process, or the server of a context of multiprocessing."""
-    process = (context or multiprocessing.get_context("fork")).Process(
+    process: Any = (context or multiprocessing.get_context("fork")).Process(
         target=_worker.run_fork, args=(command[-1], environment, str(log))
     )
     process.start()
-    return _Fork(process)
+    return process.pid, lambda: process.exitcode
 
 
 def can_fork(job: Mapping[str, Any], python: str, environment: Mapping[str, str]) -> bool:
@@ -117,30 +113,13 @@ def can_fork(job: Mapping[str, Any], python: str, environment: Mapping[str, str]
     return python == sys.executable and environment.get("CUDA_VISIBLE_DEVICES") == "" and not measures_memory
 
 
-@dataclass(frozen=True)
-class _Fork:
-    process: Any  # of multiprocessing
-
-    @property
-    def pid(self) -> int:
-        return int(self.process.pid)
-
-    def poll(self) -> int | None:
-        found: int | None = self.process.exitcode
-        return found
-
-    def wait(self) -> int:
-        self.process.join()
-        return int(self.process.exitcode)
-
-
 def _stop(processes: list[Process]) -> None:
     """Ends what still runs: each rank leads a process group of its own."""
-    for process in processes:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    for pid, status in processes:
+        while status() is None:
+            with contextlib.suppress(ProcessLookupError):  # a fork leads its group a moment after its start
+                os.killpg(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
 def _reason(log: Path) -> str:
@@ -157,7 +136,7 @@ def _wait(processes: list[Process], logs: list[Path], timeout_seconds: float) ->
     """Waits for all ranks; raises JobError as soon as one fails or the time is over."""
     deadline = time.monotonic() + timeout_seconds
     while True:
-        codes = [process.poll() for process in processes]
+        codes = [status() for _, status in processes]
         if _worker.OVER_BUDGET_STATUS in codes:  # first: the others fail too, since they lose this one
             raise OverBudget(f"rank {codes.index(_worker.OVER_BUDGET_STATUS)} needs more memory than it may take")
         for rank, code in enumerate(codes):
@@ -261,10 +240,6 @@ class Contender:
     def needs_deepspeed(self) -> bool:
         return self.kind in ("deepspeed", "autotp", "ulysses")
 
-    def num_processes(self, ranks: int) -> int:
-        """Gives how many processes train it: one for the reference, else all ranks."""
-        return 1 if self.kind == "single" else ranks
-
 
 def by_name(*contenders: Contender) -> dict[str, Contender]:
     return {one.name: one for one in contenders}
@@ -323,7 +298,7 @@ def run_job(
         job["steps"] = options.memory_steps
     job |= more
     environment = environment_of(options.threads, allocator, getattr(options, "device", "cpu"))
-    num_processes = row.contender.num_processes(job["ranks"])
+    num_processes = 1 if row.contender.kind == "single" else job["ranks"]
     if python is None:
         python = str((row.contender.needs_deepspeed and options.deepspeed_python) or sys.executable)
     return run_ranks(job, num_processes, python, environment, options.timeout, place=place)

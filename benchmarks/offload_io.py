@@ -109,12 +109,6 @@ class Disk:
                     self.work(buffer)
         return time.perf_counter() - begin
 
-    def warm_up(self) -> None:
-        """Write every file once: a first write also looks for room on the disk."""
-        if self.fio is not None:
-            self.run_fio("write")
-        self.run_transfers(self.store.save)
-
     def choose_work(self, transfer_seconds: float) -> None:
         """Choose as much work as takes about that long."""
         if self.is_idle:
@@ -190,7 +184,9 @@ def main() -> int:
         return 2
     rounds = []
     try:
-        disk.warm_up()
+        if fio is not None:
+            disk.run_fio("write")
+        disk.run_transfers(disk.store.save)  # every file once: a first write also looks for room on the disk
         for number in range(options.rounds):
             rounds.append(disk.measure())
             said = ", ".join(f"{name} {one:.2f} s" for name, one in rounds[-1].items())

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -102,7 +101,7 @@ def test_a_job_that_takes_too_long_is_ended(run: Run, helper: Helper) -> None:
 
 def test_a_rank_over_its_budget_counts_before_those_that_lose_it(run: Run, helper: Helper) -> None:
     ranks = helper("_harness")
-    ended = [SimpleNamespace(poll=lambda: 1), SimpleNamespace(poll=lambda: 75)]
+    ended = [(0, lambda: 1), (0, lambda: 75)]
     with pytest.raises(ranks.OverBudget, match=r"^rank 1 needs more memory than it may take$"):
         ranks._wait(ended, [], 30.0)
     with pytest.raises(ranks.OverBudget, match=r"^rank 0 needs more memory than it may take$"):

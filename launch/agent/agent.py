@@ -48,7 +48,6 @@ from ..wire.messages import (
     Stacks,
     Start,
     Started,
-    Stopped,
     Welcome,
 )
 from .host_ranks import HostRanks
@@ -87,7 +86,7 @@ class Agent:
         )
         for number in (signal.SIGINT, signal.SIGHUP):  # the terminal sends them to the launcher too
             loop.on_signal(number, lambda: None)
-        loop.on_signal(signal.SIGTERM, lambda: self._channel.send(Stopped(signal.SIGTERM)))
+        loop.on_signal(signal.SIGTERM, lambda: self._channel.send(Signal(signal.SIGTERM)))
 
     def run(self) -> int:
         """Serve, and return the exit status: that of the job, or 1 if the launcher was lost."""

@@ -17,7 +17,7 @@ from ...watch.record import RecordFolder, memory_folder
 from ..hosts.host import LaunchError
 from ..hosts.plan import RankPlan, command_of
 from ..wire.loop import Loop
-from ..wire.messages import Ended, Start
+from ..wire.messages import PLAIN_RANK, Ended, Start
 from .process_tree import die_with_parent, kill_descendants
 
 KEPT_LINES = 20  # shown of a failed rank, or more if a traceback is longer
@@ -213,7 +213,7 @@ class HostRanks:
         """Send a signal to every running rank, except a Ctrl-C that the terminal has sent to it already."""
         for rank, state in self._ranks.items():
             # That rank stayed in the terminal's foreground process group: see `process_group` in `_started`.
-            has_it = rank == self._job.plain_rank and self._at_terminal and number == signal.SIGINT
+            has_it = rank == PLAIN_RANK and self._at_terminal and number == signal.SIGINT
             if state.is_running and not has_it:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(state.pid, number)
@@ -251,7 +251,7 @@ class HostRanks:
 
     def _started(self, plan: RankPlan, start: Start) -> _Rank:
         job = self._job
-        is_plain = plan.rank == job.plain_rank
+        is_plain = plan.rank == PLAIN_RANK
         # Without a pipe `isatty()` holds in the script, so progress bars and colours work. A log needs the pipe.
         has_terminal = is_plain and job.inherits_terminal and job.log_folder is None
         reads_terminal = is_plain and self._at_terminal
@@ -337,7 +337,7 @@ class HostRanks:
         self._ended(Ended(rank, status, clock, last))
 
     def _print(self, rank: int, shown: bytes) -> None:
-        if self._job.sends_output or rank == self._job.plain_rank:
+        if self._job.sends_output or rank == PLAIN_RANK:
             self._printed(rank, shown)
 
     def _read(self, rank: int) -> None:

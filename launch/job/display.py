@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...watch.waiting import named
 from ..wire.loop import Loop
-from ..wire.messages import Shown
+from ..wire.messages import PLAIN_RANK, Shown
 from .outcome import StopSignals
 from .peers import Peer
 
@@ -95,50 +96,53 @@ class Folding:
 class Display:
     """Shows ranks' output on stdout and the launcher's lines on stderr, in the order of the calls.
 
-    hosts: rank -> host name. plain_rank: shown at once, without prefix. shown: called from another thread with the rank
-    and the number of bytes shown. ended: called from that thread when all is shown after `finish`.
+    It tells each agent how many of its bytes were shown, so that the agent may send more.
     """
 
-    def __init__(
-        self,
-        hosts: Mapping[int, str],
-        plain_rank: int,
-        shown: Callable[[int, int], None],
-        ended: Callable[[], None],
-    ) -> None:
-        self._hosts = hosts
-        self._has_many_hosts = len(set(hosts.values())) > 1
-        self._plain_rank = plain_rank
-        self._shown = shown
-        self._ended = ended
-        self.is_done = False  # whether all is shown after `finish`
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        self._thread: threading.Thread | None = None  # once ranks are shown
+        self._is_done = False  # whether all is shown at the end
+        self._hosts: Mapping[int, str] = {}
+        self._peer_of: Mapping[int, Peer] = {}
+        self._owed: Counter[int] = Counter()  # host -> bytes shown that its agent does not know of
         self._is_terminal = sys.stdout.isatty()
         self._has_colours = self._is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        # The plain rank's bytes are not folded.
-        self._folding = Folding(max(1, len(hosts) - 1))
         self._plain_rest = b""  # of the plain rank's last line: not shown yet
         self._plain_open = b""  # the shown part, repeated when lines of more ranks come between
         self._plain_since = 0.0
         self._is_stdout_bad = False  # and the user knows
         self._queue: queue.SimpleQueue[tuple[int, bytes] | str | None] = queue.SimpleQueue()
+
+    def open(self, hosts: Mapping[int, str], peer_of: Mapping[int, Peer]) -> None:
+        """Begin to show ranks. PLAIN_RANK has no prefix. hosts: rank -> host name; peer_of: rank -> its agent."""
+        self._hosts = hosts
+        self._has_many_hosts = len(set(hosts.values())) > 1
+        self._peer_of = peer_of
+        # The plain rank's bytes are not folded.
+        self._folding = Folding(max(1, len(hosts) - 1))
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()
 
-    def output(self, rank: int, data: bytes) -> None:
-        """Show whole lines of a rank, or any bytes of the plain rank."""
-        self._queue.put((rank, data))
+    def output(self, rank: int, text: str) -> None:
+        """Show a rank's output, as its agent sent it: whole lines, or any bytes of the plain rank."""
+        # Latin-1 maps each byte to a letter and back, so any bytes survive JSON.
+        self._queue.put((rank, text.encode("latin-1")))
 
     def say(self, text: str) -> None:
         """Show a line of the launcher."""
-        self._queue.put(text)
+        if self._thread is not None and not self._is_done:
+            self._queue.put(text)
+        else:
+            say(text)
 
-    def finish(self) -> None:
-        """End the output, after the queued lines."""
-        self._queue.put(None)
-
-    def join(self) -> None:
-        """Wait for the thread. It ends soon after all is shown."""
-        self._thread.join()
+    def close(self, stop: StopSignals) -> None:
+        """Wait until the ranks' output is shown, or a signal comes."""
+        if self._thread is not None:
+            signals = stop.count
+            self._queue.put(None)
+            if self._loop.run(lambda: self._is_done or stop.count > signals) and self._is_done:
+                self._thread.join()  # a restart forks, so it needs a single thread
 
     def _work(self) -> None:
         while True:
@@ -154,16 +158,25 @@ class Display:
                 self._show_due(everything=True)
                 self._end_plain_line()
                 say(item)
-            elif item[0] == self._plain_rank:
-                self._take_plain(item[1])
-                self._shown(item[0], len(item[1]))
             else:
-                self._take_lines(*item)
-                self._shown(item[0], len(item[1]))
+                rank, data = item
+                if rank == PLAIN_RANK:
+                    self._take_plain(data)
+                else:
+                    self._take_lines(rank, data)
+                # This is the display's thread, and channels belong to the loop's thread.
+                self._loop.post(partial(self._pay, self._peer_of[rank], len(data)))
             self._show_due(everything=False)
         self._show_due(everything=True)
-        self.is_done = True
-        self._ended()
+        self._is_done = True
+        self._loop.post(lambda: None)  # wakes the loop, so that `close` asks again
+
+    def _pay(self, peer: Peer, nbytes: int) -> None:
+        self._owed[peer.index] += nbytes
+        # Not for each piece: a message would then go back for every line. See WINDOW_BYTES in agent.py.
+        if self._owed[peer.index] >= _SHOWN_BYTES:
+            peer.send(Shown(self._owed[peer.index]))
+            self._owed[peer.index] = 0
 
     def _seconds_to_wait(self) -> float | None:
         now = time.monotonic()
@@ -259,51 +272,3 @@ def _write(content: bytes) -> None:
             rest = rest[os.write(1, rest) :]
         except BlockingIOError:  # a rank may have made the shared terminal non-blocking
             select.select([], [1], [])
-
-
-class Screen:
-    """The display, with flow control: tells each agent how many of its bytes were shown, so that it may send more."""
-
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
-        self._display: Display | None = None
-        self._peer_of: Mapping[int, Peer] = {}
-        self._owed: Counter[int] = Counter()  # host -> bytes shown that its agent does not know of
-
-    def open(self, hosts: Mapping[int, str], peer_of: Mapping[int, Peer]) -> None:
-        """Begin to show ranks. Rank 0 has no prefix. hosts: rank -> host name; peer_of: rank -> its agent."""
-        self._peer_of = peer_of
-        # The empty call wakes the loop, so that `close` asks `is_done` again.
-        self._display = Display(hosts, 0, self._note_shown, ended=lambda: self._loop.post(lambda: None))
-
-    def output(self, rank: int, text: str) -> None:
-        """Show a rank's output, as its agent sent it."""
-        if self._display is not None:
-            # Latin-1 maps each byte to a letter and back, so any bytes survive JSON.
-            self._display.output(rank, text.encode("latin-1"))
-
-    def say(self, text: str) -> None:
-        """Show a line of the launcher."""
-        if self._display is not None and not self._display.is_done:
-            self._display.say(text)
-        else:
-            say(text)
-
-    def close(self, stop: StopSignals) -> None:
-        """Wait until the ranks' output is shown, or a signal comes."""
-        if self._display is not None:
-            display, signals = self._display, stop.count
-            display.finish()
-            if self._loop.run(lambda: display.is_done or stop.count > signals) and display.is_done:
-                display.join()  # a restart forks, so it needs a single thread
-
-    def _note_shown(self, rank: int, nbytes: int) -> None:
-        # The display's thread calls this, and channels belong to the loop's thread.
-        self._loop.post(lambda: self._pay(self._peer_of[rank], nbytes))
-
-    def _pay(self, peer: Peer, nbytes: int) -> None:
-        self._owed[peer.index] += nbytes
-        # Not for each piece: a message would then go back for every line. See WINDOW_BYTES in agent.py.
-        if self._owed[peer.index] >= _SHOWN_BYTES:
-            peer.send(Shown(self._owed[peer.index]))
-            self._owed[peer.index] = 0

@@ -9,7 +9,6 @@ processes of the job are gone.
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from ..agent.orphans import MAGIC, VARIABLE
 from ..agent.process_tree import adopt_orphans, kill_descendants, reap_all
@@ -27,9 +26,8 @@ from ..wire.messages import (
     StackDump,
     Start,
     Started,
-    Stopped,
 )
-from .display import Screen
+from .display import Display
 from .outcome import Failure, JobOutcome, StopSignals, outcome_of
 from .peers import Peer, Peers
 from .preparation import Attempt, Prepared, Request, plan_of, prepare_attempt
@@ -40,19 +38,6 @@ _STOP_AFTER_FAILURE_SECONDS = 3.0  # the remaining ranks cannot continue, and al
 _SECONDS = 3.0
 _SILENT_SECONDS = 1.0  # the host itself may be gone; a living agent also notices the silence and cleans up
 _POLL_SECONDS = 0.02
-
-
-@dataclass
-class _Sweep:
-    host: str
-    client: Client
-    seconds: float
-    deadline: float
-    lines: list[str] = field(default_factory=list)
-
-    @property
-    def is_over(self) -> bool:
-        return self.client.exit_status is not None or time.monotonic() >= self.deadline
 
 
 class Sweeps:
@@ -66,43 +51,39 @@ class Sweeps:
         self._transport = transport
         self._identity = identity
         self._say = say
-        self._sweeps: list[_Sweep] = []
+        self._sweeps: list[tuple[str, Client, float, float]] = []  # host, and seconds and end of its time
 
     def begin(self, index: int, host: str, was_silent: bool) -> None:
         """Start to look on a host, without waiting."""
         command = self._transport.orphans_command(index, self._identity)
         if command is None:
             return
-        lines: list[str] = []
         seconds = _SILENT_SECONDS if was_silent else _SECONDS
         try:
-            client = Client(self._loop, host, command, lambda _, line: lines.append(line), is_link=False)
+            client = Client(self._loop, host, command, lambda _, line: None, is_link=False)
         except OSError as error:
             self._report_failure(host, str(error))
             return
-        self._sweeps.append(_Sweep(host, client, seconds, time.monotonic() + seconds, lines))
+        self._sweeps.append((host, client, seconds, time.monotonic() + seconds))
 
     def finish(self) -> None:
         """Wait until all have ended or their time is over, and show their results."""
-        for sweep in self._sweeps:
+        for host, client, seconds, deadline in self._sweeps:
             # The end of a client is no event of the loop, so it is polled.
-            while not self._loop.run(lambda sweep=sweep: sweep.is_over, _POLL_SECONDS):  # type: ignore[misc]
-                pass
-            if sweep.client.exit_status is None:
-                sweep.client.kill()
-                how = f"no answer within {sweep.seconds:g} s"
+            while client.exit_status is None and time.monotonic() < deadline:
+                self._loop.run(lambda: False, _POLL_SECONDS)
+            if client.exit_status is None:
+                client.kill()
+                how = f"no answer within {seconds:g} s"
             else:
-                how = sweep.client.epitaph()  # reads the rest of its output
-            sweep.client.close()
-            self._report(sweep, how)
+                how = client.epitaph()  # reads the rest of its output
+            client.close()
+            answer = next((line for line in client.last_lines if line.startswith(MAGIC)), None)
+            if answer is None:
+                self._report_failure(host, how)
+            elif met := answer.removeprefix(MAGIC).strip():
+                self._say(f"{host}: killed what the job had left there: {met}")
         self._sweeps.clear()
-
-    def _report(self, sweep: _Sweep, how: str) -> None:
-        answer = next((line for line in sweep.lines if line.startswith(MAGIC)), None)
-        if answer is None:
-            self._report_failure(sweep.host, how)
-        elif met := answer.removeprefix(MAGIC).strip():
-            self._say(f"{sweep.host}: killed what the job had left there: {met}")
 
     def _report_failure(self, host: str, how: str) -> None:
         self._say(
@@ -122,10 +103,10 @@ class Launcher:
         self._allocation = allocation
         self._transport = transport
         self._attempt = attempt
-        self._screen = Screen(loop)
+        self._display = Display(loop)
         hosts = [host.name for host in allocation.hosts]
-        self._peers = Peers(loop, hosts, transport, self._take, self._lose, self._screen.say)
-        self._sweeps = Sweeps(loop, transport, attempt.identity, self._screen.say)
+        self._peers = Peers(loop, hosts, transport, self._take, self._lose, self._display.say)
+        self._sweeps = Sweeps(loop, transport, attempt.identity, self._display.say)
         self._is_leaving = False
         self._prepared: Prepared | None = None
         self._pids: dict[int, int] = {}
@@ -179,12 +160,12 @@ class Launcher:
 
     def _prepare(self) -> None:
         self._prepared = prepare_attempt(
-            self._peers, self._request, self._allocation, lambda: self._is_cut_short, self._screen.say
+            self._peers, self._request, self._allocation, lambda: self._is_cut_short, self._display.say
         )
         if self._prepared is not None:
             for note in self._prepared.plan.notes:
                 if note not in self._allocation.notes:  # shown before
-                    self._screen.say(note)
+                    self._display.say(note)
 
     @property
     def _is_cut_short(self) -> bool:
@@ -197,7 +178,7 @@ class Launcher:
         plan, request = self._prepared.plan, self._request
         hosts = {rank.rank: host.name for host in plan.hosts for rank in host.ranks}
         places = list(zip(self._peers.all, plan.hosts, strict=True))
-        self._screen.open(hosts, {rank.rank: peer for peer, host in places for rank in host.ranks})
+        self._display.open(hosts, {rank.rank: peer for peer, host in places for rank in host.ranks})
         job = self._attempt.job(plan, request, self._transport.inherits_terminal)
         environment = self._attempt.environment(self._prepared.port, plan.world_size)
         for peer, host in places:
@@ -208,7 +189,7 @@ class Launcher:
             defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
             peer.send(Start(host, job, environment, defaults))
         self._stall = StallWatch(
-            self._loop, self._peers, hosts, request.step_limit_seconds, self._screen.say, self._take_stall
+            self._loop, self._peers, hosts, request.step_limit_seconds, self._display.say, self._take_stall
         )
 
     def _watch(self) -> None:
@@ -233,7 +214,7 @@ class Launcher:
     def _take(self, peer: Peer, message: Message) -> None:
         match message:
             case Output(rank, text):
-                self._screen.output(rank, text)
+                self._display.output(rank, text)
             case Ended():
                 self._bury(peer, message)
             case Started(_, error) if error:
@@ -243,9 +224,9 @@ class Launcher:
                 assert self.plan is not None
                 ranks = [rank.rank for rank in self.plan.hosts[peer.index].ranks]
                 self._pids.update(zip(ranks, pids, strict=True))
-            case Stopped(number):
+            case Signal(number):
                 if not self._stop.has_come:
-                    self._screen.say(
+                    self._display.say(
                         f"the agent of {peer.name} received {signal.Signals(number).name}: the job is stopped"
                     )
                     self._stop.take(number)
@@ -316,7 +297,7 @@ class Launcher:
         self._sweeps.finish()
         kill_descendants()  # orphans are adopted here if an agent and its guard were killed together
         reap_all(_KILLED_SECONDS)
-        self._screen.close(self._stop)
+        self._display.close(self._stop)
 
     def _outcome(self) -> JobOutcome:
         return outcome_of(self._failures, self._lost_hosts, self._ended, self._stop, was_started=bool(self._pids))

@@ -107,7 +107,7 @@ class Client:
         self._loop = loop
         self._host = host
         self._talk = talk
-        self._last: deque[str] = deque(maxlen=_KEPT_LINES)
+        self.last_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._rest: dict[int, bytes] = {}
         self._process = subprocess.Popen(
             command,
@@ -153,7 +153,7 @@ class Client:
             how = f"{name} was ended by {signal.Signals(-status).name}"
         else:
             how = f"{name} left with exit status {status}"
-        return how + "".join(f"\n    {line}" for line in self._last)
+        return how + "".join(f"\n    {line}" for line in self.last_lines)
 
     def kill(self) -> None:
         """Kill it."""
@@ -191,5 +191,5 @@ class Client:
                 self._forget()
             for line in lines:
                 text = line.decode(errors="replace").rstrip("\r")
-                self._last.append(text)
+                self.last_lines.append(text)
                 self._talk(self._host, text)

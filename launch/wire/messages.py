@@ -1,7 +1,7 @@
 """Messages between launcher and agents: a JSON object a line, with `kind` and the fields of a dataclass below.
 
     launcher -> agent    Welcome, Hold, Reach, Check, Start, Signal, Stacks, Shown, Beat, Leave
-    agent -> launcher    Hello, Held, Reached, Checked, Started, Output, Ended, Stopped, ProgressReport, StackDump,
+    agent -> launcher    Hello, Held, Reached, Checked, Started, Output, Ended, Signal, ProgressReport, StackDump,
                          Note, Beat
 
 On a TCP connection handshake.py comes first, and seals every line. Bytes that ranks print travel as latin-1 text.
@@ -110,20 +110,22 @@ def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
+PLAIN_RANK = 0  # its output is shown at once, as it comes
+
+
 @dataclass(frozen=True)
 class Job:
     """The common part of a job for all hosts. identity: a UUID in the environment of each of its processes.
 
-    environment: set for every rank, over the agent's. plain_rank: its output is shown at once; if `inherits_terminal`
-    and nothing is logged, it has the agent's stdin, stdout and stderr. sends_output: whether the remaining ranks'
-    output is wanted. appends_logs: to the logs of earlier attempts.
+    environment: set for every rank, over the agent's. inherits_terminal: if nothing is logged, PLAIN_RANK has the
+    agent's stdin, stdout and stderr. sends_output: whether the remaining ranks' output is wanted. appends_logs: to the
+    logs of earlier attempts.
     """
 
     identity: str
     command: tuple[str, ...]
     folder: str
     environment: dict[str, str]
-    plain_rank: int = 0
     inherits_terminal: bool = False
     sends_output: bool = True
     log_folder: str | None = None
@@ -182,7 +184,10 @@ class Start(Message):
 
 @dataclass(frozen=True)
 class Signal(Message):
-    """Send the signal `number` to every running rank. SIGKILL goes to everything that the ranks left too."""
+    """Send the signal `number` to every running rank. SIGKILL goes to everything that the ranks left too.
+
+    From an agent: it received the signal, for example from a resource manager. It is meant for the whole job.
+    """
 
     number: int
 
@@ -286,13 +291,6 @@ class Ended(Message):
     status: int
     clock: float
     last_lines: tuple[str, ...] | None
-
-
-@dataclass(frozen=True)
-class Stopped(Message):
-    """The agent received the signal `number`, for example from a resource manager. It is meant for the whole job."""
-
-    number: int
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from .step.batch_consistency import BatchConsistencyCheck
 from .step.features import StepFeature
 from .step.gradient_placeholders import GradientPlaceholders
 from .step.gradient_scale import LossScaleUpdate
-from .step.guard import ModelGuard
+from .step.guard import ModelGuard, ParameterFingerprints
 from .step.learning_rates import LearningRates
 from .step.offloaded_states import OffloadedStates
 from .step.pipeline_runner import PipelineRunner
@@ -25,6 +25,7 @@ FEATURES: tuple[type[StepFeature], ...] = (
     AveragedWeights,
     GradientPlaceholders,
     ModelGuard,
+    ParameterFingerprints,
     # Sets `is_void` before the two checks of forwards ask it.
     BatchConsistencyCheck,
     PipelineRunner,

@@ -188,7 +188,7 @@ def update_shards(
     *,
     skip: Tensor | None = None,
     backend: Backend = "auto",
-    on_updated: Callable[[int], None] = lambda number: None,
+    on_updated: Callable[[int], None] | None = None,
     launcher: Callable[..., None] | None = None,
 ) -> None:
     """Update many shards as `update_runs` does. On a GPU, a launch updates shards of a kind, up to 64M elements.
@@ -204,8 +204,9 @@ def update_shards(
         numbers = waiting.pop(kind)
         if used := [shards[number] for number in numbers if shards[number].is_used]:
             (launcher or triton_form("optimizer_step").update)(optimizer, used, step, gradient_scale, skip)
-        for number in numbers:
-            on_updated(number)
+        if on_updated is not None:
+            for number in numbers:
+                on_updated(number)
 
     for number, shard in enumerate(shards):
         kind = shard.kind
@@ -215,7 +216,8 @@ def update_shards(
         if not serves[kind]:
             if shard.is_used:
                 _update_alone(optimizer, shard, step, gradient_scale, skip, backend)
-            on_updated(number)
+            if on_updated is not None:
+                on_updated(number)
             continue
         if kind not in waiting:
             waiting[kind], num_waiting[kind] = [], 0

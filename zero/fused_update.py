@@ -159,7 +159,7 @@ class FusedUpdate:
             )  # fmt: skip
 
     def update_together(
-        self, shards: Iterable[ShardState], terms: UpdateTerms, on_updated: Callable[[ShardState], None]
+        self, shards: Iterable[ShardState], terms: UpdateTerms, on_updated: Callable[[ShardState], None] | None
     ) -> None:
         """Update shards that are all in memory and have a gradient; on a device with few launches.
 
@@ -172,8 +172,8 @@ class FusedUpdate:
                 due.append(shard)
                 updates.append(_of_whole(shard, shard.gradient.shard, terms))
         update_shards(
-            self.optimizer, updates, terms.step, terms.gradient_scale,
-            skip=terms.skip, backend=self.backend, on_updated=lambda number: on_updated(due[number]),
+            self.optimizer, updates, terms.step, terms.gradient_scale, skip=terms.skip, backend=self.backend,
+            on_updated=None if on_updated is None else lambda number: on_updated(due[number]),
         )  # fmt: skip
         for update in updates:
             update.gradient = _NOTHING  # else its memory would be held until the next step

@@ -183,11 +183,10 @@ class GroupGradient:
             found += arrived.to_dense().reshape(-1)
         return found, arrived is not None or index in self.used
 
-    def flush(self) -> None:
-        """Count the final gradient again if it was changed."""
-        if self.stats.is_outdated:
-            self.stats.forget()
-            self._count()
+    def count_again(self) -> None:
+        """Count the final gradient again: it was changed, so `stats.is_outdated` is True."""
+        self.stats.forget()
+        self._count()
 
     @property
     def arrived(self) -> Transfer:
@@ -356,7 +355,8 @@ class GroupGradient:
 
     def _reopen(self) -> None:
         """Prepare a final sum for another backward. Over replicas, the first replica keeps the sum alone."""
-        self.flush()
+        if self.stats.is_outdated:
+            self.count_again()
         self.stats.count_anew()
         self._is_final = False
         replica = self.group.axes.replicas.rank

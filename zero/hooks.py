@@ -83,7 +83,7 @@ class UnitHooks:
 
     def around(self, run: Callable[[], R]) -> R:
         """Call `run` as a forward of the root. `run` calls the root once or several times, or parts of it."""
-        self._begin_forward()
+        self._before_root(self._sequence.root.module, ())
         self._is_around = True
         try:
             output = run()
@@ -94,10 +94,8 @@ class UnitHooks:
         return output
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
-        if not self._is_around:
-            self._begin_forward()
-
-    def _begin_forward(self) -> None:
+        if self._is_around:
+            return
         for uses in self._uses:  # a forward that raised has left its use behind
             uses.clear()
         for hooks, key in self._of_params:

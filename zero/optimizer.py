@@ -224,7 +224,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update_all(
         self,
         gradient_scale: float | Tensor,
-        on_updated: Callable[[ShardState], None] = lambda shard: None,
+        on_updated: Callable[[ShardState], None] | None = None,
         skip: Tensor | None = None,
     ) -> None:
         """Update all shards with gradient_scale * gradient. The engine calls it after the reductions.
@@ -322,7 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._under_way[shard] = running = self.thread.start(update)
         shard.group.returning = partial(self._follow, shard, running)
 
-    def publish(self, on_updated: Callable[[ShardState], None] = lambda shard: None) -> None:
+    def publish(self, on_updated: Callable[[ShardState], None] | None = None) -> None:
         """Take the gradients of started updates, and wait for the shards that may be seen before a gather.
 
         on_updated: called after each of them.
@@ -343,7 +343,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 shard.group.release_kept()
             else:
                 self._follow(shard, running)
-                on_updated(shard)
+                if on_updated is not None:
+                    on_updated(shard)
 
     def wait_for_updates(self) -> None:
         """Wait for the started updates. Raises OffloadError after a failure, at every call until `forget_started`."""
@@ -499,13 +500,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         due: deque[tuple[ShardState, Tensor]],  # (shard, gradient); an update may free the gradient
         terms: UpdateTerms,
         update: Callable[[ShardState, Tensor, UpdateTerms], None],
-        on_updated: Callable[[ShardState], None] = lambda shard: None,
+        on_updated: Callable[[ShardState], None] | None = None,
     ) -> None:
         self._placements.expect([shard for shard, _ in due])
         while due:
             shard, gradient = due.popleft()
             update(shard, gradient, terms)
-            on_updated(shard)
+            if on_updated is not None:
+                on_updated(shard)
 
     def _update_shard(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         shard.gradient.arrive()

@@ -294,8 +294,8 @@ class UnitSequence:
         if self._implicit_task is not None and self._implicit_task() is None:
             self._implicit_task = None
         self._gather_root()
-        self.forwards.count(self.units)
-        self._turns.begin(boundary, on_final, self._begin_round() if self._needs_ring else ())
+        forwards = self.forwards.count(self.units)
+        self._turns.begin(boundary, on_final, self._begin_round(forwards) if self._needs_ring else ())
 
     def enter_forward(self, forward: Forward) -> None:
         """Autograd has reached the gradient of a forward's output."""
@@ -489,10 +489,10 @@ class UnitSequence:
         elif not self._needs_ring:
             self.root.gather()
 
-    def _begin_round(self) -> Sequence[int]:
-        """Begin the round of a backward. Returns the gates of its reductions. A collective."""
+    def _begin_round(self, forwards: Sequence[Forward]) -> Sequence[int]:
+        """Begin the round of a backward of these forwards. Returns the gates of its reductions. A collective."""
         self._release_parked()
-        uses = tuple([self._numbers[unit] for forward in self.forwards.expected() for unit in forward.order])
+        uses = tuple([self._numbers[unit] for forward in forwards for unit in forward.order])
         used = set(uses)
         # Not the root unit, which `_gather_root` has gathered.
         wanted = tuple([n for n, unit in enumerate(self.units) if n in used and n and not unit.is_full])

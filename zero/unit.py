@@ -172,21 +172,22 @@ class OpenForwards:
         if forward.is_done or forward not in self.known.values():
             self.count(units)
 
-    def expected(self) -> list[Forward]:
-        """Return the forwards of the next backward: those without a backward, or else all with a live graph."""
+    def count(self, units: Sequence[Unit]) -> list[Forward]:
+        """Return the forwards of the next backward: those without a backward, or else all with a live graph.
+
+        Sets `first_use` and `num_uses` of each unit from them.
+        """
         alive = list(self.known.values())
         # If every live graph has had its backward, a retained graph runs again.
-        return [forward for forward in alive if not forward.is_done or forward in self.of_backward] or alive
-
-    def count(self, units: Sequence[Unit]) -> None:
-        """Set `first_use` and `num_uses` of each unit from the expected forwards."""
+        expected = [forward for forward in alive if not forward.is_done or forward in self.of_backward] or alive
         for unit in units:
             unit.first_use, unit.num_uses = None, 0
-        for forward in self.expected():
+        for forward in expected:
             for unit, first in forward.first_use.items():
                 # The oldest forward comes first, and numbers increase, so this is the smallest.
                 unit.first_use = first if unit.first_use is None else unit.first_use
                 unit.num_uses += forward.num_uses[unit]
+        return expected
 
     def end_backward(self) -> None:
         """Mark the forwards that the backward has reached as done."""

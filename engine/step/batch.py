@@ -80,26 +80,6 @@ def microbatches(batch: Any, count: int, rows: int | None) -> Iterator[Any]:
         yield map_tensors(batch, partial(_part, index, count))
 
 
-def prepared(
-    batch: Any,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    mark: MarkInput = lambda tensor: tensor,
-) -> Any:
-    """Return the batch on the device, with floating-point tensors in `dtype` unless that is None.
-
-    mark: called with each tensor that requires a gradient, before it is moved.
-    """
-
-    def move(tensor: Tensor) -> Tensor:
-        wants_cast = dtype is not None and tensor.is_floating_point()
-        # If the tensor requires a gradient, its copy is part of the graph.
-        tensor = mark(tensor) if tensor.requires_grad else sent(tensor, device)
-        return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
-
-    return map_tensors(batch, move)
-
-
 def tokens_in(batch: Any) -> tuple[int, int]:
     """Return (rows, length) of the first tensor of integers with 2 or more dimensions; else (0, 0)."""
     for tensor in _tensors(batch):
@@ -221,21 +201,32 @@ class ModelCall:
         found = microbatches(batch, count, self._rows_per_microbatch)
         return self._world.progress.drawn(found) if self._world.progress.is_on else found
 
-    def prepared(self, mark: MarkInput) -> Callable[[Any], Any]:
-        """Return a function that moves inputs to the device and casts them to the compute dtype."""
-        return partial(prepared, device=self._world.device, dtype=self._dtype, mark=mark)
+    def prepared(self, batch: Any, mark: MarkInput) -> Any:
+        """Return a batch on the device, with floating-point tensors in the compute dtype.
+
+        mark: called with each tensor that requires a gradient, before it is moved.
+        """
+        device, dtype = self._world.device, self._dtype
+
+        def move(tensor: Tensor) -> Tensor:
+            wants_cast = dtype is not None and tensor.is_floating_point()
+            # If the tensor requires a gradient, its copy is part of the graph.
+            tensor = mark(tensor) if tensor.requires_grad else sent(tensor, device)
+            return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
+
+        return map_tensors(batch, move)
 
     def ready(self, batch: Any, mark: MarkInput) -> Any:
         """Return this rank's part of a batch, on the device and in the compute dtype. mark: see `prepared`."""
         if self.sequences is None:
-            return prepared(batch, self._world.device, self._dtype, mark)
-        return self.sequences.part(batch).changed(self.prepared(mark))
+            return self.prepared(batch, mark)
+        return self.sequences.part(batch).changed(partial(self.prepared, mark=mark))
 
     def ready_by_hand(self, args: Sequence[Any], kwargs: Mapping[str, Any], mark: MarkInput) -> Any:
         """Return the keyword arguments of a call as `ready` does a batch."""
         if self.sequences is None:
-            return prepared(kwargs, self._world.device, self._dtype, mark)
-        return self.sequences.part_of_call(args, kwargs).changed(self.prepared(mark))
+            return self.prepared(kwargs, mark)
+        return self.sequences.part_of_call(args, kwargs).changed(partial(self.prepared, mark=mark))
 
     def run(self, ready: Any, forward: Callable[[], Any]) -> Any:
         """Return the result of `forward`, a forward of the model with these inputs."""

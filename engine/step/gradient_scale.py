@@ -77,9 +77,9 @@ class GradientScale:
 
         loss --- x seed ---> param.grad --- summed ---> shard --- x grad_scale ---> update
 
-    The update multiplies by `grad_scale` in its pass over the shard. The seed is 1 if possible: then each tensor in the
-    graph has the gradient of the loss as the caller passed it, also inputs of the engine and the graph before them.
-    The seed differs from 1 in float16, whose small gradients would be lost, and if the config says so.
+    The update multiplies by `Steps.grad_scale` in its pass over the shard. The seed is 1 if possible: then each tensor
+    in the graph has the gradient of the loss as the caller passed it, also inputs of the engine and the graph before
+    them. The seed differs from 1 in float16, whose small gradients would be lost, and if the config says so.
 
     If the engine gets the loss (`apply`), the whole graph is multiplied. Leaves outside of the engine, and the graph
     before it, get their gradients divided; hooks between output and loss see them before the division. Else only the
@@ -97,7 +97,8 @@ class GradientScale:
         """data_size: the number of data-parallel ranks. own: the engine's parameters."""
         is_mean = config.gradient_allreduce_op == "mean"
         # With the op "sum", gradients are added up over ranks, and averaged over microbatches alone.
-        self._num_summed = (data_size if is_mean else 1) * (config.gradient_accumulation_steps or 1)
+        self.num_summed = (data_size if is_mean else 1) * (config.gradient_accumulation_steps or 1)
+        """Microbatches, of all ranks, of which the update takes the mean."""
         self.loss_scaler = loss_scaler
         self._fixed = _fixed_part(config, data_size)
         self._own = frozenset(map(id, own))
@@ -116,11 +117,6 @@ class GradientScale:
     def seed(self) -> float:
         """Return the factor of the loss in the backward of this microbatch."""
         return self.loss_scaler.scale * self._fixed
-
-    @property
-    def grad_scale(self) -> float:
-        """Return the factor that the update applies to the sum of the step's gradients."""
-        return 1.0 / (self._num_summed * self.seed)
 
     @property
     def is_given(self) -> bool:

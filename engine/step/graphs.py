@@ -155,7 +155,7 @@ class UpdateGraphs:
     def update_all(
         self,
         gradient_scale: float | Tensor,
-        on_updated: Callable[[ShardState], None] = lambda shard: None,
+        on_updated: Callable[[ShardState], None] | None = None,
         skip: Tensor | None = None,
     ) -> None:
         """Do `ShardedOptimizer.update_all`, eagerly unless the gradients are those of a graph."""

@@ -21,24 +21,46 @@ _Look = tuple[list[Tensor], list[Tensor]]
 """(remembered values, found values); of several comparisons in a step, the first difference of each element."""
 
 
-class ParameterFingerprints:
-    """Finds parameters of the groups whose values have changed. On a device the host does not wait."""
+class ParameterFingerprints(StepFeature):
+    """Finds parameters whose values have changed, by some elements of each. On a device the host does not wait.
 
-    def __init__(self, groups: Sequence[ShardedGroup]) -> None:
+    It is on if a parameter that exists in copies (`_watched`) has values between steps.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._mesh = parts.mesh
+        self.is_on = False
+        self._read_groups()
+        self.is_on = bool(self._samples)
+
+    @classmethod
+    def of(cls, parts: Parts) -> Self | None:
+        # A delayed update reaches the parameters in any call that flushes it, not in steps alone.
+        return None if Timing.of(parts.config) is Timing.DELAYED else cls(parts)
+
+    def after_new_groups(self) -> None:
+        self._read_groups()
+        if self._samples and not self.is_on:
+            self._parts.steps.features.turn_on(self)
+
+    def _read_groups(self) -> None:
+        every = [group for unit in self._parts.runner.passes.units for group in unit.groups]
+        # Groups that are sharded between steps have no values to look at.
+        groups = [group for group in _watched(every) if not group.plan.sharding.parameters]
+        # If another rank may write to these values, it must wait until they are remembered here.
+        self._shares_values = bool(groups) and any(group.axes.copies_are_shared for group in every)
         dtypes = dict.fromkeys(group.plan.dtype for group in groups)
         self._samples = [_Samples([group for group in groups if group.plan.dtype == dtype]) for dtype in dtypes]
         self._values: list[Tensor] | None = None
         self._memory: list[Tensor] = []  # buffers of the last remembered values
         self._seen: Tensor | None = None  # () bool on a device: a value has changed
         self._looks: list[_Look] = []
-        self._covered: list[_Look] = []  # comparisons that the last `take_changed` covers
+        self._covered: list[_Look] = []  # comparisons that the last `before_update` covers
+        self.after_change()
 
-    def __len__(self) -> int:
-        """Return the number of dtypes."""
-        return len(self._samples)
-
-    def remember(self) -> None:
-        """Remember the values at the end of a step."""
+    def after_change(self) -> None:
+        """Remember the values at the end of a step, or after a change by the engine."""
         self._covered = []
         # An unread comparison of this step names the changed parameter from the last values, so these are not
         # overwritten.
@@ -51,19 +73,25 @@ class ParameterFingerprints:
                 sample.take(out)
         self._values = self._memory
 
-    def changed(self) -> str:
-        """Return the name of a changed parameter, or "". On a device always return "": see `take_changed`."""
-        if not self._samples:
-            return ""
+    def after_refresh(self) -> None:
+        self.after_change()
+
+    def after_update(self, skipped: bool) -> None:
+        self.after_change()
+        if self._shares_values:  # else a rank that is ahead may change values while they are remembered here
+            self._mesh.fence("the end of a step")
+
+    def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
+        """Raise ValueError if a parameter was changed. On a device `before_update` records it instead."""
         if self._values is None:
-            self.remember()
-            return ""
+            self.after_change()
+            return
         now = [sample.take() for sample in self._samples]
         differs = [(old != new).any() for old, new in zip(self._values, now, strict=True)]
-        if not differs:
-            return ""
         if differs[0].device.type == "cpu":
-            return self._first_difference(self._values, now) if any(map(bool, differs)) else ""
+            if any(map(bool, differs)):
+                raise ValueError(_CHANGED.format(name=self._first_difference(self._values, now), how="through .data"))
+            return
         # A single comparison per step, over all its microbatches.
         if self._looks and self._looks[-1][0] is self._values:
             _, earlier = self._looks.pop()
@@ -73,25 +101,25 @@ class ParameterFingerprints:
         self._looks.append((self._values, now))
         differs += [] if self._seen is None else [self._seen]
         self._seen = torch.stack(differs).any()
-        return ""
 
-    def take_changed(self) -> Tensor | None:
-        """Return () bool on a device: whether `changed` has found a change there since the last call.
-
-        None if nothing was compared, and on the CPU, where `changed` says it. The values may change until `remember`.
-        """
-        self._values = None  # the update changes them, and `remember` follows it
+    def before_update(self) -> None:
+        """Record a change that `before_forward` has found on a device since the last call."""
+        self._values = None  # the update changes them, and `after_update` follows it
         seen, self._seen = self._seen, None
         self._covered, self._looks = self._looks, []
-        return seen
+        if seen is not None:
+            self._parts.steps.accumulated.note_inconsistency(self, seen)
 
-    def changed_name(self) -> str:
-        """Return the name of a parameter that the last `take_changed` found changed, or "". Waits for the device."""
+    def explain_inconsistency(self) -> None:
+        """Raise ValueError on all ranks if `before_update` recorded a change on any rank. A collective."""
+        own = ""
         for old, new in self._covered:
             if name := self._first_difference(old, new):
                 self._values = old  # the next step must not accept the change
-                return name
-        return ""
+                own = _CHANGED.format(name=name, how="through .data")
+                break
+        if found := [text for text in self._mesh.world.gather_objects(own) if text]:
+            raise ValueError(found[0])
 
     def _first_difference(self, old: Sequence[Tensor], new: Sequence[Tensor]) -> str:
         for sample, before, now in zip(self._samples, old, new, strict=True):
@@ -139,13 +167,13 @@ class ModelGuard(StepFeature):
     | address of its values                       | all whose memory is kept                            |
     | version: number of changes in place         | those with a copy: master weights, other ranks;     |
     |                                             | not under PEFT's `target_parameters`                |
-    | some elements, for changes through `.data`  | those with a copy that are full between steps       |
+    | some elements, for changes through `.data`  | those with a copy that are full between steps:      |
+    |                                             | `ParameterFingerprints`                             |
     """
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._module = parts.module
-        self._mesh = parts.mesh
         self.after_new_groups()
 
     @classmethod
@@ -154,15 +182,11 @@ class ModelGuard(StepFeature):
 
     def after_new_groups(self) -> None:
         groups = [group for unit in self._parts.runner.passes.units for group in unit.groups]
-        copies_are_shared = any(group.axes.copies_are_shared for group in groups)
-        # A delayed update reaches the parameters in any call that flushes it, not in steps alone.
-        only_steps_change = Timing.of(self._parts.config) is not Timing.DELAYED
         members = [(group, name, p) for group in groups for name, p in group.plan.params]
         self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
         self._known = {id(param): name for _, name, param in members}
         self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
-        # "With a copy" of the table: shared or sharded with other ranks, or rounded from wider masters.
-        watched = {id(g) for g in groups if copies_are_shared or g.frees_memory or g.plan.dtype.itemsize < 4}
+        watched = set(map(id, _watched(groups)))
         own_changes = _changed_by_forwards(self._module)
         self._watched = [
             (name, param) for group, name, param in members if id(group) in watched and id(param) not in own_changes
@@ -170,14 +194,9 @@ class ModelGuard(StepFeature):
         # With all names of tied parameters: `_check_places` finds the name that was tied later.
         self._places = dict(self._module.named_parameters(remove_duplicate=False))
         self._modules = _Modules(self._module)
-        # Groups that are sharded between steps have no values to look at.
-        readable = [group for group in groups if id(group) in watched and not group.plan.sharding.parameters]
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        self.values = ParameterFingerprints(readable if only_steps_change else ())
-        # If another rank may write to these values, it must wait until they are remembered here.
-        self._shares_values = copies_are_shared and len(self.values) > 0
         self._versions: list[int] = []
         self._addresses: list[int] = []
         self.after_change()
@@ -186,11 +205,6 @@ class ModelGuard(StepFeature):
         """Accept the parameters as they are now."""
         with torch._C.DisableTorchFunctionSubclass():
             self._addresses, self._versions = self._addresses_and_versions()
-        self.values.remember()
-
-    def before_update(self) -> None:
-        if (seen := self.values.take_changed()) is not None:
-            self._parts.steps.accumulated.note_inconsistency(self, seen)
 
     def after_update(self, skipped: bool) -> None:
         """Mark the parameters as changed: autograd refuses a backward of earlier graphs, as after a step of torch."""
@@ -201,12 +215,6 @@ class ModelGuard(StepFeature):
             for index, by in enumerate(self._grows):
                 # The increment above is no change by the caller.
                 self._versions[index] += by
-        self.values.remember()
-        if self._shares_values:  # else a rank that is ahead may change values while they are remembered here
-            self._mesh.fence("the end of a step")
-
-    def after_refresh(self) -> None:
-        self.values.remember()
 
     def before_forward(self, batches: Sequence[Any], output: Callable[[], Any] | None) -> None:
         """Raise ValueError if a parameter was added, replaced, tied, removed, unfrozen or changed."""
@@ -228,15 +236,6 @@ class ModelGuard(StepFeature):
         if versions != self._versions:
             name = _first_other(self._watched, versions, self._versions)
             raise ValueError(_CHANGED.format(name=name, how="in place"))
-        if name := self.values.changed():
-            raise ValueError(_CHANGED.format(name=name, how=_THROUGH_DATA))
-
-    def explain_inconsistency(self) -> None:
-        """Raise ValueError on all ranks if `take_changed` found a change on any rank. A collective."""
-        name = self.values.changed_name()
-        own = _CHANGED.format(name=name, how=_THROUGH_DATA) if name else ""
-        if found := [text for text in self._mesh.world.gather_objects(own) if text]:
-            raise ValueError(found[0])
 
     def _addresses_and_versions(self) -> tuple[list[int], list[int]]:
         """Return where each kept parameter lies, and how often each watched parameter was changed in place."""
@@ -267,6 +266,15 @@ class ModelGuard(StepFeature):
         self._modules = _Modules(self._module)
 
 
+def _watched(groups: Sequence[ShardedGroup]) -> list[ShardedGroup]:
+    """Return the groups of parameters with a copy: shared or sharded with other ranks, or rounded from wider masters.
+
+    The copy does not see a change of the caller.
+    """
+    are_shared = any(group.axes.copies_are_shared for group in groups)
+    return [group for group in groups if are_shared or group.frees_memory or group.plan.dtype.itemsize < 4]
+
+
 def _changed_by_forwards(module: nn.Module) -> set[int]:
     """Return the identities of parameters under PEFT's `target_parameters`.
 
@@ -287,7 +295,6 @@ _INSTEAD = (
     "modifier_rank=0) in lowtide.deepspeed)"
 )
 _CHANGED = "parameter '{name}' was changed {how}, but its master weights and other ranks do not see it; " + _INSTEAD
-_THROUGH_DATA = "through .data"
 
 
 class _Modules:

@@ -149,7 +149,7 @@ class ModelRunner:
             ready = self.model_call.ready_by_hand(args, kwargs, steps.scale.mark_input)
             # Positional inputs are prepared apart: ranks that share sequences need the names of inputs, and have none
             # of these.
-            own = self.model_call.prepared(steps.scale.mark_input)(args)
+            own = self.model_call.prepared(args, steps.scale.mark_input)
             return self.model_call.run(ready, lambda: forward(self._module, own, ready)), ready
 
         steps.begin_forward([(args, kwargs) if args else kwargs], output)

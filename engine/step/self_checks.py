@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -40,7 +41,7 @@ class SequenceCheck(StepFeature):
 
         def ready(part: SequenceShard) -> SequenceShard:
             self._steps.begin_use()
-            return part.changed(runner.model_call.prepared(self._steps.scale.mark_input))
+            return part.changed(partial(runner.model_call.prepared, mark=self._steps.scale.mark_input))
 
         def loss(part: SequenceShard) -> Tensor | None:
             return runner.tried_loss(ready(part))

@@ -85,36 +85,17 @@ class Uses:
         self._num_bits = num_ranks.bit_length()
         self._per_word = 63 // self._num_bits  # of an int64, without the sign
         self._own = {place for _, places in self._places for place in places}
-        self._all = self._packed(self._own)
+        self.all = self._packed(self._own)
+        """`words` of a rank that has used all of its parameters, so that other ranks add nothing."""
         self._last: tuple[Sequence[int], frozenset[int]] = [], frozenset()  # (total, result) of the last `unused`
 
-    @property
-    def are_all(self) -> bool:
-        """Return True if this rank has used all of its parameters, so that other ranks add nothing."""
-        for gradient, places in self._places:  # noqa: SIM110  (`all` costs a call for each)
-            if len(gradient.used) != len(places):
-                return False
-        return True
-
-    @property
-    def are_none(self) -> bool:
-        """Return True if this rank has used no parameter."""
-        for gradient, _ in self._places:  # noqa: SIM110  (as above)
-            if gradient.used:
-                return False
-        return True
-
     def words(self) -> list[int]:
-        """Return the parameters that this rank has used, packed."""
-        if self.are_all:
-            return self._all
-        unused = [
-            place
-            for gradient, places in self._places
-            for index, place in enumerate(places)
-            if index not in gradient.used
-        ]
-        return self._packed(self._own.difference(unused))
+        """Return the parameters that this rank has used, packed; all words are 0 if it has used none."""
+        unused = list[int]()
+        for gradient, places in self._places:
+            if len(gradient.used) != len(places):
+                unused += [place for index, place in enumerate(places) if index not in gradient.used]
+        return self._packed(self._own.difference(unused)) if unused else self.all
 
     def unused(self, total: Sequence[int]) -> frozenset[int]:
         """Return the ids of unused parameters. total: the sum of `words` over all ranks."""
@@ -137,8 +118,19 @@ class SummedStep:
     total   limbs of squares | limbs of losses | bad, changed, infinite, wide, cleared | events | uses
     """
 
-    def __init__(self, total: Tensor, num_events: int, uses: Uses | None, data_size: int, cleared_by_all: int) -> None:
-        """cleared_by_all: the sum of `cleared` if all ranks have cleared the same gradients as this rank."""
+    def __init__(
+        self,
+        total: Tensor,
+        num_events: int,
+        uses: Uses | None,
+        used: Sequence[int],
+        data_size: int,
+        cleared_by_all: int,
+    ) -> None:
+        """used: this rank's `Uses.words`. cleared_by_all: the sum of `cleared` if all ranks have cleared the same
+        gradients as this rank.
+        """
+        self.used = used
         self._total = total
         self._num_events = num_events
         self._uses = uses
@@ -203,16 +195,17 @@ def sum_step(
     device = mesh.world.device
     squares, were_finite = [], []
     for gradient in gradients:
-        # A gradient that the caller has set, clamped or cleared is counted again.
-        gradient.flush()
         found = gradient.stats
+        if found.is_outdated:  # the caller has set, clamped or cleared the gradient
+            gradient.count_again()
         squares += found.counted
         if found.was_finite is not None:
             were_finite.append(found.was_finite)
     is_wide = False
     for loss in losses:
         is_wide |= loss.dtype == torch.float64
-    known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *([] if uses is None else uses.words())]
+    used = [] if uses is None else uses.words()
+    known = [0] * (2 * NUM_LIMBS + 3) + [is_wide, cleared, *events, *used]
     # torch.tensor takes three times as long.
     sums = sent(torch.frombuffer(array("q", known), dtype=torch.int64), device)
     if squares:
@@ -227,7 +220,7 @@ def sum_step(
     if losses and mesh.speaks:
         mean = losses[0].double() if len(losses) == 1 else torch.stack([loss.double() for loss in losses]).mean()
         add_limbs(sums, mean.view(1), NUM_LIMBS, _INFINITE)
-    return SummedStep(mesh.sum_small(sums, what), len(events), uses, mesh.data_size, mesh.world.size * cleared)
+    return SummedStep(mesh.sum_small(sums, what), len(events), uses, used, mesh.data_size, mesh.world.size * cleared)
 
 
 def mean_over_ranks(mesh: Mesh, losses: Sequence[Tensor], num_ranks: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -69,6 +69,8 @@ class StepUpdate:
         self.fault = ""
         """Why parameters must not be used until a checkpoint is loaded: an error has left them updated in part."""
         self.timing = timing
+        self._refreshes = any(shard.group.axes.are_refreshed for shard in optimizer.shards)
+        """Whether other ranks have copies of updated parameters."""
         self._shards = {id(shard.gradient): shard for shard in optimizer.shards}
         self._order = [self._shards[id(gradient)] for gradient in gradients if id(gradient) in self._shards]
 
@@ -97,10 +99,6 @@ class StepUpdate:
                 "`with engine.no_sync():`, backwards of other models under `with engine.frozen():`, or leave "
                 "update_in_backward out"
             )
-
-    def has_missed(self, unused: Collection[int]) -> bool:
-        """Return True if the speculative update left out parameters that this step does not, or the reverse."""
-        return self._optimizer.speculation.is_open and self._optimizer.counts.unused != unused
 
     def roll_back(self) -> bool:
         """Roll back the speculative update of this step. Return whether an update was open."""
@@ -162,10 +160,9 @@ class StepUpdate:
         else:
 
             def send(shard: ShardState) -> None:
-                if shard.group.axes.are_refreshed:
-                    pending.append(shard.group.refresh(is_update=True))
+                pending.append(shard.group.refresh(is_update=True))
 
-            self.update_all(factor, send, skip)
+            self.update_all(factor, send if self._refreshes else None, skip)
         for one in pending:
             one.wait()
         # Ranks that share the parameters read them next, and another rank may still write its shard.
@@ -194,9 +191,7 @@ class StepUpdate:
         return self._optimizer.thread.is_pending and not self._optimizer.are_under_way
 
     def has_failed(self) -> bool:
-        """Wait for this rank's background update. Return True if it has failed."""
-        if self.timing is not Timing.DELAYED:
-            return False
+        """Wait for this rank's background update (DELAYED). Return True if it has failed."""
         return bool(self._failure) or self._optimizer.thread.wait() is not None
 
     def flush(self) -> None:
@@ -279,7 +274,7 @@ class StepUpdate:
             skip, counts = gradient.stats.is_bad(), True  # the host does not know if it is finite
         else:
             counts = gradient.check()
-        # SPECULATIVE needs no postponing: it is rolled back if it has left out other parameters (`has_missed`).
+        # SPECULATIVE needs no postponing: `Steps` rolls it back if it has left out other parameters.
         if shard is not None and counts and self.timing is Timing.IN_BACKWARD:
             self._postpone(shard)
             counts = bool(shard.gradient.used)  # else all parameters of the shard are postponed

@@ -25,7 +25,7 @@ from ..config.config import Config
 from .features import Access, StepFeature, StepFeatures, StepResult
 from .gradient_scale import GradientScale
 from .join import Call, Join, weighted
-from .step_sums import Clipping, StepSums, SummedStep, cleared_error, non_finite_error, sum_step
+from .step_sums import Clipping, StepSums, cleared_error, non_finite_error, sum_step
 from .step_update import StepUpdate
 
 R = TypeVar("R")
@@ -94,7 +94,8 @@ class AccumulationState:
         self.clipping_by_hand: Clipping | None = None  # by `engine.clip_grad_norm_`
         self.inconsistencies: dict[StepFeature, Tensor] = {}  # see `note_inconsistency`
         self.is_void = False  # the batches differ between stages, so nothing is computed
-        self._own_clipping = Clipping(config.gradient_clipping or math.inf)
+        self.clipping = Clipping(config.gradient_clipping or math.inf)
+        """Of the config, in steps without `clipping_by_hand`."""
         self._is_last: bool | None = None  # the caller's word; None: count
         self._counted_by: Callable[[], bool] | None = None  # see `count_by`
         self._by_hand = False  # the caller has given his word in this step
@@ -109,11 +110,6 @@ class AccumulationState:
                 "require_backward_grad_sync say which is)"
             )
         return f"{self.num_microbatches} of {self.accumulation} microbatches done (gradient_accumulation_steps)"
-
-    @property
-    def clipping(self) -> Clipping:
-        """Return the clipping that the caller asked for in this step, else that of the config."""
-        return self.clipping_by_hand or self._own_clipping
 
     @contextmanager
     def accumulate(self, last: bool) -> Iterator[None]:
@@ -449,7 +445,8 @@ class Steps:
             begin()
         told = [events() for events in self.features.events]
         # `has_failed` waits for this rank's background update, so that all ranks learn of a failure by the same sum.
-        events = (self.update.has_failed(), self.accumulated.lacks_loss, by_hand, *chain(*told))
+        has_failed = self.update.timing is Timing.DELAYED and self.update.has_failed()
+        events = (has_failed, self.accumulated.lacks_loss, by_hand, *chain(*told))
         losses, what = self.accumulated.losses, f"the norm of step {number}"
         if self.join.num_missing:  # the mean over ranks of the weighted mean is the mean of all losses
             losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
@@ -460,9 +457,18 @@ class Steps:
         cleared = 1 + crc32(str(self.cleared).encode()) if self.cleared else 0
         summed = sum_step(self._mesh, self.gradients, losses, events, what, self.update.uses, inconsistency, cleared)
         grad_scale = self.grad_scale
+        clipping = self.accumulated.clipping_by_hand or self.accumulated.clipping
         # Only a rank without any gradient waits here, before it has launched the update: see [Note: one wait].
-        has_nothing = self.update.uses.are_none and summed.read().is_without_gradients and summed.read().events[2] > 0
-        is_started = not has_nothing and self._update_if_finite(summed, number, grad_scale)
+        has_nothing = not any(summed.used) and summed.read().is_without_gradients and summed.read().events[2] > 0
+        # Start the update on a device before the host knows if gradients are finite: the device reads the factor and
+        # the skip flag. Updates on the host are never started here.
+        is_started = not has_nothing and self.update.can_be_skipped
+        if is_started:
+            # If this rank lacks a gradient, the host first waits for the sum, which says if another rank used that
+            # parameter. Then it starts the same update: the other ranks have started theirs.
+            unused = frozenset[int]() if summed.used == self.update.uses.all else summed.read().unused
+            factor, skip = summed.factor_and_skip(clipping, grad_scale)
+            self.update.end_step(factor, unused, f"the update of step {number}", skip)
         sums = summed.read()
         if is_started:
             # The device has skipped the update for the same reasons: `SummedStep.factor_and_skip`.
@@ -496,7 +502,7 @@ class Steps:
         )
         # All ranks have read the same sums, so from here on they raise, skip or update alike.
         if not is_started or sums.num_bad:
-            self._update_or_skip(sums, norm, number, grad_scale)
+            self._update_or_skip(sums, clipping.factor(norm) * grad_scale, number, grad_scale)
         if not result.skipped:
             # Only now: the residuals of a step that does not count are dropped in `PowerSGDReducer.reset`.
             for low_rank in self.update.low_rank:
@@ -515,7 +521,8 @@ class Steps:
 
         With it they are the mean over the microbatches of all ranks.
         """
-        return self.scale.grad_scale * self._weight if self.join.num_missing else self.scale.grad_scale
+        factor = 1.0 / (self.scale.num_summed * self.scale.seed)
+        return factor * self._weight if self.join.num_missing else factor
 
     @property
     def _weight(self) -> float:
@@ -532,25 +539,15 @@ class Steps:
         """
         return 1.0 if self._optimizer.sums_gradients else math.sqrt(self._mesh.data_size)
 
-    def _update_if_finite(self, summed: SummedStep, number: int, grad_scale: float) -> bool:
-        """Start the update on a device before the host knows if gradients are finite. Return whether it was started.
+    def _update_or_skip(self, sums: StepSums, factor: float, number: int, grad_scale: float) -> None:
+        """Update by the sum that the host has read. If a gradient is not finite, skip in float16, else raise.
 
-        The device reads the factor and the skip flag. If this rank lacks a gradient, the host first waits for the sum,
-        which says if another rank used that parameter. Then it starts the same update: the other ranks have started
-        theirs. Updates on the host are never started here.
+        factor: `grad_scale` with the clipping of the step.
         """
-        if not self.update.can_be_skipped:
-            return False
-        unused = frozenset[int]() if self.update.uses.are_all else summed.read().unused
-        factor, skip = summed.factor_and_skip(self.accumulated.clipping, grad_scale)
-        self.update.end_step(factor, unused, f"the update of step {number}", skip)
-        return True
-
-    def _update_or_skip(self, sums: StepSums, norm: float, number: int, grad_scale: float) -> None:
-        """Update by the sum that the host has read. If a gradient is not finite, skip in float16, else raise."""
-        factor = self.accumulated.clipping.factor(norm) * grad_scale
-        # A speculative update has assumed the opposite of each of these. `end_step` then updates again.
-        if sums.num_bad or sums.cleared or factor != grad_scale or self.update.has_missed(sums.unused):
+        # A speculative update has assumed the opposite of each of these, and that the same parameters are unused.
+        # `end_step` then updates again.
+        is_other = sums.num_bad or sums.cleared or factor != grad_scale
+        if is_other or self._optimizer.counts.unused != sums.unused:
             self.roll_back()
         if not sums.num_bad:
             self.update.end_step(factor, sums.unused, f"the update of step {number}")

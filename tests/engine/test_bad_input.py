@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide.engine.step.batch import prepared
+from lowtide.engine.step.batch import ModelCall
 from lowtide.engine.step.step_sums import NonFiniteGradientError
 from lowtide.zero.gradient_reducer import GradientStats
 from tests.kit.models import linear_chain
@@ -234,7 +234,9 @@ def test_each_mistake_has_its_text(ranks: RankPool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
 def test_inputs_of_every_floating_point_dtype_are_cast(dtype: torch.dtype) -> None:
-    values, indices = prepared((torch.ones(2, dtype=dtype), torch.ones(2).long()), torch.device("cpu"), torch.bfloat16)
+    model_call = ModelCall(None, None, None, Mock(device=torch.device("cpu")), torch.bfloat16, None)
+    given = torch.ones(2, dtype=dtype), torch.ones(2).long()
+    values, indices = model_call.prepared(given, lambda tensor: tensor)
     assert (values.dtype, indices.dtype) == (torch.bfloat16, torch.int64)
 
 

@@ -214,5 +214,5 @@ def test_a_rank_that_has_to_wait_goes_with_one_that_does_not(ranks: RankPool, st
 def test_a_factor_is_the_same_where_its_norm_is(clipping: Clipping, norm: float) -> None:
     total = torch.zeros(2 * NUM_LIMBS + 5, dtype=torch.int64)
     total[:NUM_LIMBS] = to_limbs(torch.tensor([norm**2], dtype=torch.float64))
-    factor, skip = SummedStep(total, 0, None, 1, 0).factor_and_skip(clipping, 0.5)
+    factor, skip = SummedStep(total, 0, None, (), 1, 0).factor_and_skip(clipping, 0.5)
     assert factor.item() == pytest.approx(clipping.factor(norm / 2) / 2, rel=1e-15) and skip.item() == 0

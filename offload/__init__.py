@@ -3,12 +3,12 @@
 from .activations import ActivationOffload, in_storages_of
 from .block_file import Checksum
 from .file_store import AioOptions, FileStore
-from .host_copies import Copy, HostCopies, OffloadedMemory, OnHost, bytes_in_memory, sent
+from .host_copies import HostCopies, OffloadedMemory, OnHost, bytes_in_memory, sent
 from .host_memory import HostPool, OffloadError, allocate_host, host_is_pinned, keep_heap, trim_heap
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
-from .store import FINISHED, HostStore, Memory, Store, StoredRange, Transfer, Underway
+from .store import FINISHED, HostStore, Memory, Store, StoredRange, Transfer
 from .tensor_chunk import TensorChunk, TensorShard
 from .window import Offloadable, OldVersion, Window
 
@@ -17,7 +17,6 @@ __all__ = [
     "ActivationOffload",
     "AioOptions",
     "Checksum",
-    "Copy",
     "FileStore",
     "HostCopies",
     "HostPool",
@@ -38,7 +37,6 @@ __all__ = [
     "TensorShard",
     "Transfer",
     "TransientBuffer",
-    "Underway",
     "Window",
     "allocate_host",
     "bytes_in_memory",

@@ -42,11 +42,11 @@ class ActivationOffload:
     | activations, masks, inputs of recomputed blocks             | memory up to the limit, then the store: see |
     |                                                             | [Note: which activations stay]              |
 
-    The storage under the saved tensors is moved, once for all of its views. With a budget, `resident_bytes` stays
-    within it unless a single operation saves more. Without a budget, the limit is three blocks (`begin_block`). When a
-    graph is freed, its bytes in the store are freed too; a device's memory that is being saved is freed in the order of
-    its stream, and what another running transfer held at the next use of this object. One forward at a time; backward
-    in any thread.
+    The storage under the saved tensors is moved, once for all of its views. With a budget, `residency.resident_bytes`
+    stays within it unless a single operation saves more. Without a budget, the limit is three blocks (`begin_block`).
+    When a graph is freed, its bytes in the store are freed too; a device's memory that is being saved is freed in the
+    order of its stream, and what another running transfer held at the next use of this object. One forward at a time;
+    backward in any thread.
 
     Forward or backward raises OffloadError if its transfer failed. Backward raises RuntimeError, like torch, if a saved
     tensor was changed in place.
@@ -66,7 +66,7 @@ class ActivationOffload:
         self._min_bytes = min_bytes
         self._limit = ActivationLimit(budget_bytes)
         self._is_parameter_storage = is_parameter_storage
-        self._residency = Residency(store)
+        self.residency = Residency(store)
         self._of_storage: dict[int, list[SavedMemory]] = {}  # by identity of the storage
         self._positions = itertools.count()
         self._first_position = 0
@@ -77,21 +77,6 @@ class ActivationOffload:
         self._num_passes = 0
         self._logged: set[str] = set()
         self._is_closed = False
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of offloadable activations in memory now, including running transfers."""
-        return self._residency.resident_bytes
-
-    @property
-    def peak_resident_bytes(self) -> int:
-        """The peak of `resident_bytes`."""
-        return self._residency.peak_resident_bytes
-
-    @property
-    def offloaded_bytes(self) -> int:
-        """Bytes given to the store since the beginning."""
-        return self._residency.offloaded_bytes
 
     # -- forward --------------------------------------------------------------------------------------------------
 
@@ -139,9 +124,9 @@ class ActivationOffload:
         with self._locked():
             self._is_closed = True
             for memory in itertools.chain(*self._of_storage.values()):
-                self._residency.forget(memory)
+                self.residency.forget(memory)
             self._of_storage.clear()
-            self._residency.drain()
+            self.residency.drain()
 
     def _others_decide(self) -> bool:
         """Return True inside saved-tensor hooks of the caller or of a checkpoint. Our hooks would displace them."""
@@ -181,7 +166,7 @@ class ActivationOffload:
     def _find(self, tensor: Tensor, start: int, end: int) -> SavedMemory | None:
         for memory in self._of_storage.get(tensor.untyped_storage()._cdata, ()):
             if memory.has(tensor, start, end):
-                self._residency.move_to_end(memory, self._next_position(), self._num_passes)
+                self.residency.move_to_end(memory, self._next_position(), self._num_passes)
                 return memory
         return None
 
@@ -193,12 +178,12 @@ class ActivationOffload:
                 "it stays in memory until the next tensor is saved"
             )
         self._limit.add(nbytes)
-        self._residency.prepare_for(nbytes, self._limit.nbytes)
+        self.residency.prepare_for(nbytes, self._limit.nbytes)
         position = self._next_position()
         memory = SavedMemory(f"activation-{id(self):x}-{position}", tensor, start, end)
         memory.position, memory.pass_number = position, self._num_passes
         self._of_storage.setdefault(memory.origin.cdata, []).append(memory)
-        self._residency.add(memory)
+        self.residency.add(memory)
         return memory
 
     def _next_position(self) -> int:
@@ -217,7 +202,7 @@ class ActivationOffload:
                     "activation offload: expected backward before close(), found the offload closed and the "
                     "activations of this graph freed"
                 )
-            return saved.view_of(self._residency.use(saved.memory, self._limit.nbytes))
+            return saved.view_of(self.residency.use(saved.memory, self._limit.nbytes))
 
     # -- the end of a graph -----------------------------------------------------------------------------------------
 
@@ -245,13 +230,13 @@ class ActivationOffload:
         siblings.remove(memory)
         if not siblings:
             del self._of_storage[memory.origin.cdata]
-        self._residency.forget(memory)
+        self.residency.forget(memory)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
             with self._lock:
-                self._residency.reap()
+                self.residency.reap()
                 yield
         finally:
             self._sweep()

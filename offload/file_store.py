@@ -16,8 +16,8 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -69,11 +69,12 @@ class FileStore:
         self._file = BlockFile(folder, rank, aio.direct)
         self.path = self._file.path
         self._checksum = Checksum(aio.block_size)
-        self._threads = IoThreads(aio.thread_count, aio.block_size)
+        self._threads = ThreadPoolExecutor(aio.thread_count, "lowtide disk")
+        self._of_thread = threading.local()
         self._regions = FileSpace(ALIGNMENT_BYTES)
         self._entries: dict[str, _Entry] = {}
-        self._running: set[_FileTransfer] = set()
-        # Reentrant: `save` calls `drop`, and `then` may run its action at once.
+        self._running: set[Future[None]] = set()
+        # Reentrant: `save` calls `drop`, and a callback may run at once.
         self._lock = threading.RLock()
         self._is_closed = False
 
@@ -122,15 +123,14 @@ class FileStore:
             entry = self._entry(key)
             del self._entries[key]
             # Not before: a running transfer would write into another key's region.
-            entry.last.then(partial(self._give_region, entry))
+            entry.last.add_done_callback(partial(self._give_region, entry))
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
             running = list(self._running)
-        for transfer in running:
-            transfer.join()
-        self._threads.close()
+        wait(running)
+        self._threads.shutdown()
         self._entries.clear()
         self._file.close()
 
@@ -145,15 +145,14 @@ class FileStore:
 
     def _begin(self, entry: _Entry, values: Tensor, verb: _Verb) -> Transfer:
         """Submit every block of the key, after its earlier transfers."""
-        transfer = _FileTransfer(values, len(entry.checksums))
-        previous, entry.last = entry.last, transfer
-        # Before `then`: an empty key has no blocks, so its transfer is done already and leaves the set at once.
-        self._running.add(transfer)
-        transfer.then(partial(self._forget, transfer))
-        previous.then(partial(self._submit, entry, transfer, verb))
-        return transfer
+        request = _Request(values, len(entry.checksums))
+        previous, entry.last = entry.last, request.done
+        self._running.add(request.done)
+        request.done.add_done_callback(self._forget)
+        previous.add_done_callback(lambda _: self._submit(entry, request, verb))
+        return Transfer(request.done.done, request.done.result)
 
-    def _submit(self, entry: _Entry, transfer: _FileTransfer, verb: _Verb) -> None:
+    def _submit(self, entry: _Entry, request: _Request, verb: _Verb) -> None:
         if verb == "save":
             entry.failure = None
         elif entry.failure is not None:
@@ -161,49 +160,50 @@ class FileStore:
                 f"{self._place()} cannot load '{entry.key}', because saving it failed: {entry.failure}"
             )
             error.__cause__ = entry.failure
-            transfer.fail(error)
+            request.error = error
+        if not entry.checksums:  # an empty key has no blocks
+            _end(request.done, request.error)
         # After a failure too: each block is counted, and the last one ends the transfer.
         for index in range(len(entry.checksums)):
-            self._threads.submit(partial(self._do_block, entry, transfer, verb, index))
+            self._threads.submit(self._do_block, entry, request, verb, index)
 
-    def _do_block(self, entry: _Entry, transfer: _FileTransfer, verb: _Verb, index: int, scratch: memoryview) -> None:
+    def _do_block(self, entry: _Entry, request: _Request, verb: _Verb, index: int) -> None:
         begin = index * self.aio.block_size
         end = min(begin + self.aio.block_size, entry.nbytes)
         move = self._save_block if verb == "save" else self._load_block
+        failure: Exception | None = None
         try:
-            if transfer.error is None:
-                move(entry, transfer.bytes_between(begin, end), index, scratch)
+            if request.error is None:
+                move(entry, request.bytes_between(begin, end), index)
         except BlockError as error:
             failure = OffloadError(
                 f"{self._place()} could not {verb} '{entry.key}', bytes {begin:,} to {end:,} of {entry.nbytes:,}: "
                 f"{error}"
             )
             failure.__cause__ = error
-            transfer.fail(failure)
         except Exception as error:
-            transfer.fail(error)
-        finally:
-            if transfer.error is not None and verb == "save":
-                entry.failure = transfer.error
-            transfer.end_block()
+            failure = error
+        if failure is not None and verb == "save":
+            entry.failure = failure
+        request.end_block(failure)
 
-    def _save_block(self, entry: _Entry, block: memoryview, index: int, scratch: memoryview) -> None:
+    def _save_block(self, entry: _Entry, block: memoryview, index: int) -> None:
         if self.aio.verify:
             entry.checksums[index] = self._checksum.of(block)
         straight = _aligned_bytes(block)
         rest = len(block) - straight
         parts = [block[:straight]] if straight else []
         if rest:
-            padded = scratch[: self._regions.rounded(rest)]
+            padded = self._scratch(rest)
             padded[:rest] = block[straight:]
             parts.append(padded)
         self._file.write(parts, entry.offset + index * self.aio.block_size)
 
-    def _load_block(self, entry: _Entry, block: memoryview, index: int, scratch: memoryview) -> None:
+    def _load_block(self, entry: _Entry, block: memoryview, index: int) -> None:
         straight = _aligned_bytes(block)
         rest = len(block) - straight
         parts = [block[:straight]] if straight else []
-        padded = scratch[: self._regions.rounded(rest)] if rest else memoryview(b"")
+        padded = self._scratch(rest) if rest else memoryview(b"")
         self._file.read([*parts, padded] if rest else parts, entry.offset + index * self.aio.block_size)
         block[straight:] = padded[:rest]
         if self.aio.verify and (found := self._checksum.of(block)) != entry.checksums[index]:
@@ -213,72 +213,53 @@ class FileStore:
                 "checkpoint."
             )
 
+    def _scratch(self, nbytes: int) -> memoryview:
+        """Return aligned memory of this thread, of the rounded size, for unaligned bytes."""
+        if not hasattr(self._of_thread, "memory"):
+            self._of_thread.memory = memoryview(mmap.mmap(-1, self.aio.block_size))  # takes memory only when written
+        scratch: memoryview = self._of_thread.memory[: self._regions.rounded(nbytes)]
+        return scratch
+
     def _place(self) -> str:
         return f"{self.path}: rank {self._file.rank}"
 
-    def _give_region(self, entry: _Entry) -> None:
+    def _give_region(self, entry: _Entry, done: Future[None]) -> None:
         with self._lock:
             self._regions.give(entry.offset, entry.nbytes)
 
-    def _forget(self, transfer: _FileTransfer) -> None:
+    def _forget(self, done: Future[None]) -> None:
         with self._lock:
-            self._running.discard(transfer)
+            self._running.discard(done)
 
 
-class _FileTransfer:
-    """Counts the unfinished blocks of a request, and keeps its tensor alive until they are done."""
+@dataclass(eq=False)
+class _Request:
+    """Counts the unfinished blocks of a transfer, and keeps its tensor alive until they are done."""
 
-    def __init__(self, values: Tensor | None, num_blocks: int) -> None:
-        self._values = values
-        self._left = num_blocks
-        self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._next: list[Callable[[], None]] = []
-        self.error: Exception | None = None
-        if not num_blocks:
-            self._done.set()
-
-    @property
-    def is_done(self) -> bool:
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        self.join()
-        if self.error is not None:
-            raise self.error
-
-    def join(self) -> None:
-        """Wait without raising."""
-        self._done.wait()
-
-    def then(self, action: Callable[[], None]) -> None:
-        """Call `action` when the last block is done: now, or later in another thread."""
-        with self._lock:
-            if not self._done.is_set():
-                self._next.append(action)
-                return
-        action()
+    values: Tensor | None
+    num_left: int
+    error: Exception | None = None
+    """The first error. Blocks that have not begun are then skipped."""
+    done: Future[None] = field(default_factory=Future)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def bytes_between(self, begin: int, end: int) -> memoryview:
-        assert self._values is not None
-        return memoryview((ctypes.c_char * (end - begin)).from_address(self._values.data_ptr() + begin)).cast("B")
+        assert self.values is not None
+        return memoryview((ctypes.c_char * (end - begin)).from_address(self.values.data_ptr() + begin)).cast("B")
 
-    def fail(self, error: Exception) -> None:
-        """Record an error. `wait` raises the first. Blocks that have not begun are skipped."""
+    def end_block(self, error: Exception | None) -> None:
+        """Count a block, and end the transfer with the last."""
         with self._lock:
             self.error = self.error or error
-
-    def end_block(self) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
+            self.num_left -= 1
+            if self.num_left:
                 return
-            self._values = None
-            self._done.set()
-            actions, self._next = self._next, []
-        # Outside of the lock: an action takes the lock of the store, whose holders take this lock in `then`.
-        for action in actions:
-            action()
+        self.values = None
+        _end(self.done, self.error)
+
+
+def _end(done: Future[None], error: Exception | None) -> None:
+    done.set_result(None) if error is None else done.set_exception(error)
 
 
 @dataclass(eq=False)
@@ -291,11 +272,11 @@ class _Entry:
     block_size: int
     failure: Exception | None = None  # of the last save
     checksums: list[int] = field(init=False)  # of the blocks
-    last: _FileTransfer = field(init=False)  # the newest transfer
+    last: Future[None] = field(default_factory=Future)  # the end of the newest transfer
 
     def __post_init__(self) -> None:
         self.checksums = [0] * -(-self.nbytes // self.block_size)
-        self.last = _FileTransfer(None, 0)
+        self.last.set_result(None)
 
 
 def _aligned_bytes(block: memoryview) -> int:
@@ -368,33 +349,3 @@ class FileSpace:
     def _insert(self, offset: int, size: int) -> None:
         bisect.insort(self._offsets, offset)
         self._sizes[offset] = size
-
-
-Task = Callable[[memoryview], None]
-"""Called with aligned scratch memory of its thread, for unaligned bytes."""
-
-
-class IoThreads:
-    """Runs tasks in their order on `count` threads, and all of them before the process ends. A task must not raise."""
-
-    def __init__(self, count: int, scratch_bytes: int) -> None:
-        self._threads = ThreadPoolExecutor(count, "lowtide disk")
-        self._scratch = _Scratch(scratch_bytes)
-
-    def submit(self, task: Task) -> None:
-        self._threads.submit(_run, task, self._scratch)
-
-    def close(self) -> None:
-        """Run the submitted tasks and end the threads."""
-        self._threads.shutdown()
-
-
-class _Scratch(threading.local):
-    """Aligned memory of each thread."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.memory = memoryview(mmap.mmap(-1, nbytes))  # takes memory only when written
-
-
-def _run(task: Task, scratch: _Scratch) -> None:
-    task(scratch.memory)

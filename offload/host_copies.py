@@ -3,33 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .host_memory import allocate_host
 from .store import copy_on, stream_waits
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy under way, a `Transfer`. Until either wait both tensors must stay as they are."""
-
-    _device: torch.device
-    _copied: torch.Event
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self._copied.query())
-
-    def wait(self) -> None:
-        """Let the host wait."""
-        self._copied.synchronize()
-
-    def wait_on_device(self) -> None:
-        """Let later work on the device's current stream wait. The host goes on."""
-        stream_waits(self._device, self._copied)
 
 
 class HostCopies:
@@ -44,17 +23,24 @@ class HostCopies:
         self._to_host = torch.Stream(device)
         self._to_device = torch.Stream(device)
 
-    def to_host(self, values: Tensor, out: Tensor) -> Copy:
-        """Start a copy from the device into pinned host memory of the same shape and dtype."""
+    def to_host(self, values: Tensor, out: Tensor) -> torch.Event:
+        """Start a copy from the device into pinned host memory of the same shape and dtype. Returns its end.
+
+        Until the end both tensors must stay as they are.
+        """
         return self._start(self._to_host, values, out)
 
-    def to_device(self, values: Tensor, out: Tensor) -> Copy:
-        """Start a copy from pinned host memory to the device."""
+    def to_device(self, values: Tensor, out: Tensor) -> torch.Event:
+        """Start a copy from pinned host memory to the device, as `to_host`."""
         return self._start(self._to_device, values, out)
 
-    def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> Copy:
+    def wait_on_device(self, copied: torch.Event) -> None:
+        """Let later work on the device's current stream wait for the end of a copy. The host goes on."""
+        stream_waits(self._device, copied)
+
+    def _start(self, stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
         stream.wait_stream(torch.accelerator.current_stream(self._device))
-        return Copy(self._device, copy_on(stream, values, out))
+        return copy_on(stream, values, out)
 
 
 class OnHost:

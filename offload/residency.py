@@ -43,10 +43,13 @@ class Residency:
     def __init__(self, store: Store) -> None:
         self._store = store
         self.resident_bytes = 0
+        """Bytes of offloadable activations in memory now, including running transfers."""
         self.peak_resident_bytes = 0
         self.offloaded_bytes = 0
-        self._here = ByPosition()
-        self._away = ByPosition()
+        """Bytes given to the store since the beginning."""
+        # Both in the order of forward.
+        self._here: list[SavedMemory] = []
+        self._away: list[SavedMemory] = []
         self._used: dict[SavedMemory, None] = {}  # in memory and used by backward, in the order of use
         self._unsent: dict[SavedMemory, None] = {}  # in memory without a started save, oldest first
         self._unsent_bytes = 0
@@ -68,9 +71,9 @@ class Residency:
     def move_to_end(self, memory: SavedMemory, position: int, pass_number: int) -> None:
         """Move a memory that was saved again: backward needs it earlier than expected."""
         place = self._away if memory.content is None else self._here
-        place.remove(memory)
+        _remove(place, memory)
         memory.position, memory.pass_number = position, pass_number
-        place.add(memory)
+        bisect.insort(place, memory, key=_position)
 
     def use(self, memory: SavedMemory, limit: int) -> Tensor:
         """Return the bytes, (nbytes,) uint8, for backward, and start to load the next bytes. Raises OffloadError."""
@@ -92,8 +95,8 @@ class Residency:
 
         The device waits for a save, not the host, so its memory is free here, whenever the save ends.
         """
-        self._away.remove(memory)
-        self._here.remove(memory)
+        _remove(self._away, memory)
+        _remove(self._here, memory)
         self._used.pop(memory, None)
         if memory in self._unsent:
             del self._unsent[memory]
@@ -145,14 +148,15 @@ class Residency:
         reference = StorageWeakRef(memory.content.untyped_storage())  # type: ignore[no-untyped-call]
         self._leave(memory)
         memory.evict()
-        self._away.add(memory)
+        bisect.insort(self._away, memory, key=_position)
         if was_used and not reference.expired():  # type: ignore[no-untyped-call]
             self._lingering.append((reference, memory.nbytes))
             self.resident_bytes += memory.nbytes
 
     def _prefetch(self, memory: SavedMemory, limit: int) -> None:
         """Load the memory that backward needs after `memory`, as far as there is room."""
-        while (following := self._away.last_before(memory.position)) is not None:
+        while index := bisect.bisect_left(self._away, memory.position, key=_position):
+            following = self._away[index - 1]
             if following.pass_number != memory.pass_number or self.resident_bytes + following.nbytes > limit:
                 return
             try:
@@ -161,12 +165,12 @@ class Residency:
                 return  # the use that needs it raises
 
     def _arrive(self, memory: SavedMemory) -> None:
-        self._here.add(memory)
+        bisect.insort(self._here, memory, key=_position)
         self.resident_bytes += memory.nbytes
         self.peak_resident_bytes = max(self.peak_resident_bytes, self.resident_bytes)
 
     def _leave(self, memory: SavedMemory) -> None:
-        self._here.remove(memory)
+        _remove(self._here, memory)
         self._used.pop(memory, None)
         self.resident_bytes -= memory.nbytes
 
@@ -189,7 +193,7 @@ class Residency:
     def _start_load(self, memory: SavedMemory) -> None:
         # First the call that may raise: the lists then still say where the memory is.
         memory.start_load(self._store)
-        self._away.remove(memory)
+        _remove(self._away, memory)
         self._arrive(memory)
 
     def _finish_load(self, memory: SavedMemory) -> None:
@@ -197,7 +201,7 @@ class Residency:
             memory.finish_load()
         except OffloadError:
             self._leave(memory)
-            self._away.add(memory)
+            bisect.insort(self._away, memory, key=_position)
             raise
 
     def _finish(self, memory: SavedMemory) -> None:
@@ -215,28 +219,11 @@ class Residency:
                 self._store.drop(memory.key)
 
 
-class ByPosition:
-    """Saved memory in the order of forward."""
-
-    def __init__(self) -> None:
-        self._sorted: list[SavedMemory] = []
-
-    def __iter__(self) -> Iterator[SavedMemory]:
-        return iter(self._sorted)
-
-    def add(self, memory: SavedMemory) -> None:
-        bisect.insort(self._sorted, memory, key=_position)
-
-    def remove(self, memory: SavedMemory) -> None:
-        """Remove a memory if it is here."""
-        index = bisect.bisect_left(self._sorted, memory.position, key=_position)
-        if index < len(self._sorted) and self._sorted[index] is memory:
-            del self._sorted[index]
-
-    def last_before(self, position: int) -> SavedMemory | None:
-        """Return the memory that backward needs after the memory at `position`."""
-        index = bisect.bisect_left(self._sorted, position, key=_position)
-        return self._sorted[index - 1] if index else None
+def _remove(place: list[SavedMemory], memory: SavedMemory) -> None:
+    """Remove a memory from a list by position, if it is there."""
+    index = bisect.bisect_left(place, memory.position, key=_position)
+    if index < len(place) and place[index] is memory:
+        del place[index]
 
 
 def _position(memory: SavedMemory) -> int:

@@ -21,7 +21,6 @@ from .host_memory import HostPool
 from .store import (
     Store,
     Transfer,
-    Underway,
     check_bytes,
     check_size,
     closed_error,
@@ -78,9 +77,9 @@ class StagedStore:
                 if copied is not None:
                     stream_waits(values.device, copied)
                 if future.done():  # raise an error if it is already known
-                    _raise_error(future)
+                    future.result()
 
-            return Underway(lambda: copied is None or copied.query(), wait)
+            return Transfer(lambda: copied is None or copied.query(), wait)
 
     def load(self, key: str, out: Tensor) -> Transfer:
         with self._lock:
@@ -91,7 +90,7 @@ class StagedStore:
             buffer = self._take(out.numel())
             future = self._begin(key, partial(self._read, key, buffer, out, self._now(out.device)))
             # The thread waits for the end of the copy, so any stream may use the result without waiting.
-            return Underway(future.done, partial(_raise_error, future))
+            return Transfer(future.done, future.result)
 
     def drop(self, key: str) -> None:
         with self._lock:
@@ -160,12 +159,6 @@ class StagedStore:
             stream = self._streams[device] = torch.Stream(device)
         stream.wait_event(after)
         return copy_on(stream, values, into)
-
-
-def _raise_error(future: Future[None]) -> None:
-    error = future.exception()
-    if error is not None:
-        raise error
 
 
 def _after(previous: Future[None] | None, work: Callable[[], None]) -> None:

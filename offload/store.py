@@ -22,18 +22,25 @@ from torch import Tensor
 from .host_memory import HostPool, OffloadError
 
 
-class Transfer(Protocol):
+@dataclass(frozen=True)
+class Transfer:
     """Bytes on their way into a store or out of it."""
 
-    def wait(self) -> None:
-        """Wait until the caller's bytes may be used: by the host, or for a device tensor by its current stream.
+    asks: Callable[[], bool]
+    wait: Callable[[], object]
+    """Waits until the caller's bytes may be used: by the host, or for a device tensor by its current stream.
 
-        Raises OffloadError if the transfer failed, at every call.
-        """
+    Raises OffloadError if the transfer failed, at every call.
+    """
 
     @property
     def is_done(self) -> bool:
         """True if `wait` would not block. Also True after a failure."""
+        return bool(self.asks())
+
+
+FINISHED = Transfer(lambda: True, lambda: None)
+"""A transfer that completed in the call that started it."""
 
 
 class Store(Protocol):
@@ -74,22 +81,6 @@ class Store(Protocol):
     @property
     def bytes_held(self) -> int:
         """The sum of the sizes that were saved and not dropped."""
-
-
-@dataclass(frozen=True)
-class Underway:
-    """A transfer that a stream or a thread carries out."""
-
-    asks: Callable[[], bool]  # returns True if the transfer is done
-    wait: Callable[[], None]
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.asks())
-
-
-FINISHED: Transfer = Underway(lambda: True, lambda: None)
-"""A transfer that completed in the call that started it."""
 
 
 class HostStore:
@@ -189,7 +180,7 @@ class HostStore:
             stream.wait_event(running)
         event = self._running[key] = copy_on(stream, values, into)
         # The transfer does not keep the caller's tensor alive: the caller waits before it frees the tensor.
-        return Underway(event.query, partial(stream_waits, caller.device, event))
+        return Transfer(event.query, partial(stream_waits, caller.device, event))
 
 
 def copy_on(stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:

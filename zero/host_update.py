@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..offload import FINISHED, Copy, HostCopies, HostPool, Offloadable, Transfer, Underway, Window
+from ..offload import FINISHED, HostCopies, HostPool, Offloadable, Transfer, Window
 from .group import ShardedGroup
 from .placement import ShardStore
 
@@ -59,24 +60,20 @@ class HostUpdate:
                 group.plan.name,
                 take,
                 self._pool.give,
-                load=lambda out: self._copies.to_host(shard, out),
+                load=lambda out: _awaited_by_host(self._copies.to_host(shard, out)),
                 save=lambda values: self.put_back(values, shard),
             )
         return offloadable if needs_values else offloadable.made_anew()
 
-    def put_back(self, values: Tensor, out: Tensor) -> Copy:
+    def put_back(self, values: Tensor, out: Tensor) -> Transfer:
         """Start a copy from a buffer to the device. Later work on the current stream waits for it."""
-        copy = self._copies.to_device(values, out)
-        copy.wait_on_device()
-        return copy
+        copied = self._copies.to_device(values, out)
+        self._copies.wait_on_device(copied)
+        return _awaited_by_host(copied)
 
     def lasting(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return (numel,) zeros in host memory, for copies to and from the device."""
         return self._pool.take(numel * dtype.itemsize).view(dtype).zero_()
-
-    def give(self, total: Tensor) -> None:
-        """Free the memory of a gradient after its use."""
-        self._pool.give(total)
 
     def close(self) -> None:
         """Free the buffers."""
@@ -134,14 +131,14 @@ class HostSum:
 
     def give_back(self, total: Tensor) -> None:
         """Free a sum that was handed over."""
-        self._host.give(total)
+        self._host._pool.give(total)
 
     def drop(self) -> None:
         """Free the sum."""
         self._forget()
         if self.total is not None:
             self.arrived.wait()  # the pool lends the buffer again, and a copy into it may still run
-            self._host.give(self.total)
+            self._host._pool.give(self.total)
             self.total = None
 
     def _forget(self) -> None:
@@ -150,11 +147,18 @@ class HostSum:
 
     def _load(self, out: Tensor) -> Transfer:
         assert self.total is not None
-        copy = self._host._copies.to_device(self.total, out)
-        return Underway(lambda: copy.is_done, copy.wait_on_device)
+        return self._awaited_by_device(self._host._copies.to_device(self.total, out))
 
     def _save(self, values: Tensor) -> Transfer:
         if self.total is None:
             self.total = self._host._pool.take(values.nbytes).view(values.dtype)
-        copy = self.arrived = self._host._copies.to_host(values, self.total)
-        return Underway(lambda: copy.is_done, copy.wait_on_device)
+        copied = self._host._copies.to_host(values, self.total)
+        self.arrived = _awaited_by_host(copied)
+        return self._awaited_by_device(copied)
+
+    def _awaited_by_device(self, copied: torch.Event) -> Transfer:
+        return Transfer(copied.query, partial(self._host._copies.wait_on_device, copied))
+
+
+def _awaited_by_host(copied: torch.Event) -> Transfer:
+    return Transfer(copied.query, copied.synchronize)

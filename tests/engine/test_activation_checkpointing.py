@@ -120,4 +120,4 @@ def test_the_peak_stays_under_the_budget(tmp_path: Path) -> None:
             engine.train_step(share_of(models.token_batch(step, 8 * engine.world_size)))
         offload = engine._parts.activations
         assert isinstance(offload, ActivationOffload)
-        assert 0 < offload.peak_resident_bytes <= budget and offload.offloaded_bytes > 4 * budget
+        assert 0 < offload.residency.peak_resident_bytes <= budget and offload.residency.offloaded_bytes > 4 * budget

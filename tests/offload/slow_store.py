@@ -3,24 +3,12 @@
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from lowtide.offload import OffloadError
-
-
-class SlowTransfer:
-    def __init__(self, future: "Future[None]") -> None:
-        self._future = future
-
-    @property
-    def is_done(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> None:
-        self._future.result()
+from lowtide.offload import OffloadError, Transfer
 
 
 class SlowStore:
@@ -42,7 +30,7 @@ class SlowStore:
         self.ended: set[str] = set()
         self._changed = threading.Condition()
         self._thread = ThreadPoolExecutor(1)
-        self._transfers: list[SlowTransfer] = []
+        self._transfers: list[Transfer] = []
 
     @property
     def bytes_held(self) -> int:
@@ -74,7 +62,7 @@ class SlowStore:
     def reserve(self, sizes: Iterable[int]) -> None:
         pass
 
-    def save(self, key: str, values: Tensor) -> SlowTransfer:
+    def save(self, key: str, values: Tensor) -> Transfer:
         assert values.dtype == torch.uint8 and values.dim() == 1
         self._refuse("save")
         kept = torch.empty(0, dtype=torch.uint8)
@@ -82,7 +70,7 @@ class SlowStore:
         self.kept[key] = kept
         return transfer
 
-    def load(self, key: str, out: Tensor) -> SlowTransfer:
+    def load(self, key: str, out: Tensor) -> Transfer:
         self._refuse("load")
         kept = self.kept[key]
         return self._begin("load", key, lambda: out.copy_(kept))
@@ -98,7 +86,7 @@ class SlowStore:
         if verb in self.refusing:
             raise OffloadError(f"the disk of the test is gone ({verb})")
 
-    def _begin(self, verb: str, key: str, move: Callable[[], object]) -> SlowTransfer:
+    def _begin(self, verb: str, key: str, move: Callable[[], object]) -> Transfer:
         what = f"{verb} {key}"
         self.trail.append(what)
 
@@ -114,5 +102,6 @@ class SlowStore:
                 self.ended.add(what)
                 self._changed.notify_all()
 
-        self._transfers.append(SlowTransfer(self._thread.submit(run)))
+        future = self._thread.submit(run)
+        self._transfers.append(Transfer(future.done, future.result))
         return self._transfers[-1]

@@ -118,11 +118,11 @@ def run(budget: int | None, seconds: float = 0.0, is_checkpointed: bool = False)
 def test_peak_stays_under_the_budget(activations: int, seconds: float) -> None:
     budget = activations * BYTES
     one = run(budget, seconds)
-    assert one.alive.total == TOTAL and one.offload.resident_bytes <= budget
+    assert one.alive.total == TOTAL and one.offload.residency.resident_bytes <= budget
     one.loss.backward()
     # Counted, it is within the budget. Alive is besides, for a moment, what the model holds itself: the tensors that
     # its current line reads and makes, and those of the node of the graph that runs.
-    assert budget - BYTES <= one.offload.peak_resident_bytes <= budget
+    assert budget - BYTES <= one.offload.residency.peak_resident_bytes <= budget
     assert one.alive.peak <= budget + 3 * BYTES < TOTAL
     assert_nothing_left(one.offload, one.store)
     assert one.alive.now == 0
@@ -133,7 +133,7 @@ def test_a_graph_that_is_kept_is_under_the_budget_too() -> None:
     one = run(6 * BYTES)
     for _ in range(3):
         one.loss.backward(retain_graph=True)
-    assert one.offload.peak_resident_bytes <= 6 * BYTES
+    assert one.offload.residency.peak_resident_bytes <= 6 * BYTES
     assert one.alive.peak <= 9 * BYTES < one.alive.total
     assert one.alive.now <= 6 * BYTES
 
@@ -143,7 +143,7 @@ def test_checkpointed_blocks_hold_their_inputs_alone() -> None:
     assert one.alive.total == LAYERS * BYTES
     assert one.alive.now <= 4 * BYTES
     one.loss.backward()
-    assert one.offload.peak_resident_bytes <= 4 * BYTES
+    assert one.offload.residency.peak_resident_bytes <= 4 * BYTES
     assert one.alive.peak <= 6 * BYTES
     assert one.store.count("load") >= LAYERS - 4
 
@@ -152,8 +152,8 @@ def test_nothing_is_loaded_where_all_fits_and_nothing_saved_where_it_fits_into_h
     for budget, is_saved in ((2 * TOTAL, False), (TOTAL, True)):
         one = run(budget)
         one.loss.backward()
-        assert one.offload.peak_resident_bytes == TOTAL
-        assert one.store.count("load") == 0 and (one.offload.offloaded_bytes > 0) == is_saved
+        assert one.offload.residency.peak_resident_bytes == TOTAL
+        assert one.store.count("load") == 0 and (one.offload.residency.offloaded_bytes > 0) == is_saved
 
 
 def test_the_newest_stay() -> None:
@@ -188,16 +188,16 @@ def test_an_operation_that_needs_more_than_the_budget_is_counted() -> None:
     store = SlowStore()
     with offload_for(nn.Module(), store, 3 * BYTES) as offload:
         loss = Many.apply(*xs).sum()
-    assert offload.peak_resident_bytes == 3 * BYTES
+    assert offload.residency.peak_resident_bytes == 3 * BYTES
     assert all(map(torch.equal, torch.autograd.grad(loss, xs), xs))
-    assert offload.peak_resident_bytes == 6 * BYTES
+    assert offload.residency.peak_resident_bytes == 6 * BYTES
     assert_nothing_left(offload, store)
 
 
 def test_without_a_budget_three_tensors_are_in_memory_or_three_blocks() -> None:
     one = run(None)
     one.loss.backward()
-    assert one.offload.peak_resident_bytes == 3 * BYTES
+    assert one.offload.residency.peak_resident_bytes == 3 * BYTES
     model, store = Deep(), SlowStore()
     offload = offload_for(model, store)
     model.begin_block = offload.begin_block
@@ -205,7 +205,7 @@ def test_without_a_budget_three_tensors_are_in_memory_or_three_blocks() -> None:
         with offload:
             loss = model(inputs())
         loss.backward()
-    assert offload.peak_resident_bytes <= 3 * 3 * BYTES  # the first block saves its input as well
+    assert offload.residency.peak_resident_bytes <= 3 * 3 * BYTES  # the first block saves its input as well
     assert store.count("load") > 2 * (2 * LAYERS + 1 - 3 * 3 - 1)
 
 
@@ -217,7 +217,7 @@ def test_the_head_may_be_larger_than_a_block() -> None:
     for _ in range(2):
         with offload:
             loss = head(model(inputs()) + inputs()).exp().mean()
-        assert BYTES * 20 <= offload.resident_bytes <= BYTES * (20 + 3 * 3 + 1)
+        assert BYTES * 20 <= offload.residency.resident_bytes <= BYTES * (20 + 3 * 3 + 1)
         loss.backward()
     assert store.count("save") <= 2 * (2 * LAYERS + 1)
 
@@ -226,7 +226,7 @@ def test_a_tensor_above_the_budget_is_told() -> None:
     with logged() as messages:
         one = run(BYTES // 2)
     one.loss.backward()
-    assert one.offload.peak_resident_bytes == BYTES
+    assert one.offload.residency.peak_resident_bytes == BYTES
     assert messages == [
         "activation offload: budget_bytes is 8,192, but a single saved tensor has 16,384 bytes: it stays in memory "
         "until the next tensor is saved"
@@ -248,7 +248,7 @@ def test_a_save_runs_while_the_forward_goes_on() -> None:
             sent.append(store.count("save"))
     store.allow(None)  # nobody has waited for one
     assert sent == [0, 0, 0, 0, 1, 2, 3, 4]
-    assert offload.resident_bytes == 8 * BYTES
+    assert offload.residency.resident_bytes == 8 * BYTES
 
 
 def test_loads_are_started_before_they_are_asked_for() -> None:

@@ -139,7 +139,7 @@ def assert_nothing_left(offload: ActivationOffload, store: SlowStore) -> None:
     store.settle()
     with offload:
         pass
-    assert offload.resident_bytes == store.bytes_held == 0
+    assert offload.residency.resident_bytes == store.bytes_held == 0
 
 
 @pytest.fixture
@@ -160,9 +160,9 @@ def test_gradients_are_the_same(store: SlowStore, step: Step, budget: int | None
     for other in others:
         assert_same_bits(gradients(model, offload, other), expected)
         assert x.grad is not None and other.grad is not None and torch.equal(other.grad, x.grad)
-    assert offload.offloaded_bytes > 0 and store.count("load") > 0
+    assert offload.residency.offloaded_bytes > 0 and store.count("load") > 0
     offload.close()
-    assert offload.resident_bytes == store.bytes_held == 0
+    assert offload.residency.resident_bytes == store.bytes_held == 0
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -174,7 +174,7 @@ def test_gradients_are_the_same_from_a_file(tmp_path: Path, is_staged: bool) -> 
     for _ in range(3):
         assert_same_bits(gradients(model, offload), expected)
     offload.close()
-    assert store.bytes_held == 0 < offload.offloaded_bytes
+    assert store.bytes_held == 0 < offload.residency.offloaded_bytes
     store.close()
     assert pool.bytes_in_use == 0
 
@@ -201,7 +201,7 @@ def test_nothing_small_and_nothing_without_gradients_is_moved(store: SlowStore) 
     gradients(model, offload)
     with torch.no_grad():
         forward(model, offload_for(model, store, 1))
-    assert store.trail == [] and offload.peak_resident_bytes == 0
+    assert store.trail == [] and offload.residency.peak_resident_bytes == 0
 
 
 def test_a_storage_is_saved_and_counted_once(store: SlowStore) -> None:
@@ -209,18 +209,18 @@ def test_a_storage_is_saved_and_counted_once(store: SlowStore) -> None:
     with moving_all(store) as offload:
         y = x.exp()  # saves what it returns
         outputs = [y.sin(), y.t().cos(), y[1:].tan(), y.view(-1).sinh()]  # the storage of `tan` is new
-    assert offload.resident_bytes + store.bytes_held == 2 * BYTES - WIDTH * 4
+    assert offload.residency.resident_bytes + store.bytes_held == 2 * BYTES - WIDTH * 4
     del outputs
-    assert offload.resident_bytes + store.bytes_held == BYTES
+    assert offload.residency.resident_bytes + store.bytes_held == BYTES
     del y
-    assert offload.resident_bytes + store.bytes_held == 0
+    assert offload.residency.resident_bytes + store.bytes_held == 0
 
 
 def test_a_few_rows_of_a_data_set_do_not_move_all_of_it(store: SlowStore) -> None:
     data, model = torch.randn(1000, WIDTH), Model(plain)
     offload = offload_for(model, store, 1)
     assert_same_bits(gradients(model, offload, data[500:508]), gradients(model, x=data[500:508]))
-    assert 0 < offload.offloaded_bytes < data.nbytes // 4
+    assert 0 < offload.residency.offloaded_bytes < data.nbytes // 4
 
 
 @pytest.mark.parametrize("size", [4, ROWS])  # kept, offloaded
@@ -251,7 +251,7 @@ def test_backward_twice_is_the_same(store: SlowStore) -> None:
     expected = torch.autograd.grad(model(x), needed)
     for keeps in (True, False):
         assert all(map(torch.equal, torch.autograd.grad(loss, needed, retain_graph=keeps), expected))
-    assert offload.peak_resident_bytes <= 2 * BYTES
+    assert offload.residency.peak_resident_bytes <= 2 * BYTES
 
 
 def test_gradient_of_a_gradient_is_the_same(store: SlowStore) -> None:
@@ -277,7 +277,7 @@ def test_several_forwards_before_their_backwards_are_the_same(store: SlowStore, 
         del graphs
     for found, expected in zip(*results, strict=True):
         assert_same_bits(found, expected)
-    assert offload.peak_resident_bytes <= 3 * BYTES and offload.resident_bytes == 0
+    assert offload.residency.peak_resident_bytes <= 3 * BYTES and offload.residency.resident_bytes == 0
 
 
 def test_backward_in_another_thread_beside_a_forward_is_the_same() -> None:
@@ -294,7 +294,7 @@ def test_backward_in_another_thread_beside_a_forward_is_the_same() -> None:
         thread.join()
     del loss
     assert len(found) == 4 and all(map(torch.equal, found, expected))
-    assert offload.peak_resident_bytes <= 6 * BYTES
+    assert offload.residency.peak_resident_bytes <= 6 * BYTES
     assert_nothing_left(offload, store)
 
 
@@ -316,7 +316,7 @@ def test_hooks_inside_the_model_decide_for_what_they_enclose(store: SlowStore) -
         y = x.sin()
         with save_on_cpu():
             z = y.exp().cos().tan().sum()
-    assert offload.resident_bytes + store.bytes_held == BYTES
+    assert offload.residency.resident_bytes + store.bytes_held == BYTES
     assert torch.equal(torch.autograd.grad(z, x)[0], torch.autograd.grad(x.sin().exp().cos().tan().sum(), x)[0])
 
 
@@ -332,7 +332,7 @@ def test_hooks_around_the_model_decide_and_the_log_says_so(store: SlowStore) -> 
     with logged() as messages, saved_tensors_hooks(pack, lambda tensor: tensor):
         for _ in range(2):
             gradients(model, offload)
-    assert seen and offload.offloaded_bytes == 0
+    assert seen and offload.residency.offloaded_bytes == 0
     assert messages == [
         "activation offload: saved-tensor hooks of the caller are active around the model, so nothing is offloaded "
         "there"
@@ -345,7 +345,7 @@ def test_host_memory_is_not_copied_to_host_memory() -> None:
     with logged() as messages:
         for _ in range(2):
             assert_same_bits(gradients(model, offload), gradients(model))
-    assert offload.offloaded_bytes == offload.peak_resident_bytes == store.bytes_held == 0
+    assert offload.residency.offloaded_bytes == offload.residency.peak_resident_bytes == store.bytes_held == 0
     assert messages == [
         "activation offload: activations on the CPU are already in host memory and stay there; a file store would take "
         "them"
@@ -365,7 +365,7 @@ def test_a_compiler_does_not_trace_the_hooks_of_what_runs_after_a_graph_break(st
     frames = counters["frames"]["total"]
     with moving_all(store) as offload:
         compiled(inputs()).backward()
-    assert offload.offloaded_bytes > 0
+    assert offload.residency.offloaded_bytes > 0
     assert counters["frames"]["total"] == frames
 
 
@@ -391,7 +391,7 @@ def test_nothing_is_left_of_a_forward_that_failed(store: SlowStore) -> None:
     offload = offload_for(model, store, 2 * BYTES)
     refusal(forward, model, offload, kind=KeyError)
     gc.collect()
-    assert offload.offloaded_bytes > 0
+    assert offload.residency.offloaded_bytes > 0
     assert_nothing_left(offload, store)
     model.step = plain
     assert_same_bits(gradients(model, offload), gradients(model))
@@ -465,7 +465,7 @@ def test_after_close_backward_says_so(store: SlowStore) -> None:
     offload = offload_for(model, store, 3 * BYTES)
     loss = forward(model, offload)
     offload.close()
-    assert offload.resident_bytes == store.bytes_held == 0
+    assert offload.residency.resident_bytes == store.bytes_held == 0
     assert refusal(loss.backward, kind=OffloadError) == (
         "activation offload: expected backward before close(), found the offload closed and the activations of "
         "this graph freed"

@@ -19,14 +19,14 @@ def test_values_go_to_the_host_and_come_back_in_order_with_the_work() -> None:
     for step in range(1, 6):
         values.fill_(step)
         leaving = copies.to_host(values, buffer)
-        leaving.wait()
-        assert leaving.is_done and bool((buffer == step).all())
+        leaving.synchronize()
+        assert leaving.query() and bool((buffer == step).all())
         values.zero_()
         buffer.add_(0.5)
         coming = copies.to_device(buffer, values)
-        coming.wait_on_device()
+        copies.wait_on_device(coming)
         assert bool((values == step + 0.5).all())  # though the host has not waited
-        coming.wait()
+        coming.synchronize()
     pool.give(buffer.view(torch.uint8))
     pool.close()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -12,12 +13,11 @@ from ..kernels.weight_rounding import Rounding
 from ..offload import PagedBuffer, PagePool, huge_zeros
 from .codec import Codec, Parts, QuantizedCodec, WeightCodec
 from .gradient import GroupGradient
-from .group import PagedMemory, ResizedMemory, ShardedGroup
+from .group import GroupMemory, ShardedGroup
 from .host_update import HostUpdate
 from .placement import ShardStore
 from .plan import GroupPlan, ModelPlan, rings_for
 from .powersgd import PowerSGDOptions
-from .sharding_spec import ShardingSpec
 from .unit import Unit
 
 Hosts = Mapping[str, HostUpdate]
@@ -74,12 +74,9 @@ class GroupMemories:
 
     def groups(self, plans: Sequence[GroupPlan]) -> list[ShardedGroup]:
         """Build groups with zeroed memory for their parameters."""
-        take_memory = self._memory_for(plans)
-        groups = []
-        for plan in plans:
-            group = ShardedGroup(plan, self._mesh, WeightCodec(plan.weight_bits))
-            take_memory(group)
-            groups.append(group)
+        groups = [ShardedGroup(plan, self._mesh, WeightCodec(plan.weight_bits)) for plan in plans]
+        for _, own in _by_axes(groups, lambda group: group.plan.sharding.states):
+            self._take_memory(own)
         return groups
 
     def gradients(self, trained: Sequence[tuple[GroupPlan, ShardedGroup]], hosts: Hosts) -> list[GroupGradient]:
@@ -143,7 +140,7 @@ class GroupMemories:
         # Without tied groups: `replace` changes their sums, and no rank may write to the common memory.
         found: dict[str, Tensor] = {}
         for axes, plans in _by_axes(
-            [plan for plan in trained if not plan.sharding.tied], lambda sharding: sharding.replicas
+            [plan for plan in trained if not plan.sharding.tied], lambda plan: plan.sharding.replicas
         ):
             transport = self._mesh.over(axes).transport
             if self._shares_gradients and transport.copies_are_shared:
@@ -155,46 +152,34 @@ class GroupMemories:
     def _pages(self) -> PagePool:
         return PagePool()
 
-    def _memory_for(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
-        """Return the function that gives each group, in order, the memory of its full buffer."""
-        takers: dict[str, Callable[[ShardedGroup], None]] = {}
-        for _, own in _by_axes(plans, lambda sharding: sharding.states):
-            takers |= dict.fromkeys((plan.name for plan in own), self._memory_on(own))
-        return lambda group: takers[group.plan.name](group)
+    def _take_memory(self, groups: Sequence[ShardedGroup]) -> None:
+        """Give groups the memory of their full buffers. Their states are divided over the same axes."""
+        transport, device = groups[0].axes.states.transport, self._mesh.world.device
+        kinds = [(group.layout.padded_numel, group.plan.dtype) for group in groups]
+        if self._shard_store is None and not groups[0].frees_memory:
+            is_private = device.type == "cpu" and not transport.copies_are_shared
+            buffers = [huge_zeros(*kind, device) for kind in kinds] if is_private else transport.allocate(kinds)
+            for group, full in zip(groups, buffers, strict=True):
+                group.adopt(full)
+            return
+        for group, kind in zip(groups, kinds, strict=True):
+            if device.type == "cpu" and PagePool.is_possible():
+                memory = GroupMemory.in_pages(PagedBuffer(self._pages, *kind), group.at_rest, group.rests_beside)
+            else:
+                # Each full buffer is made, and its memory freed, before the next is made: the peak is a single buffer.
+                (full,) = transport.allocate([kind])
+                memory = GroupMemory.in_storages(full, full[group.at_rest].numel())
+            group.adopt_memory(memory, self._shard_store)
 
-    def _memory_on(self, plans: Sequence[GroupPlan]) -> Callable[[ShardedGroup], None]:
-        """As `_memory_for`, for groups whose states are divided over the same axes."""
-        mesh, shard_store, sharding = self._mesh, self._shard_store, plans[0].sharding
-        transport, device = mesh.over(sharding.states).transport, mesh.world.device
-        axis = mesh.over(sharding.parameters)
-        # As `ShardedGroup.frees_memory`, which does not exist yet.
-        frees_memory = shard_store is not None or (axis.size > 1 and not transport.copies_are_shared)
-        if not frees_memory and device.type == "cpu" and not transport.copies_are_shared:
-            return lambda group: group.adopt(huge_zeros(group.layout.padded_numel, group.plan.dtype, device))
-        if not frees_memory:
-            buffers = iter(transport.allocate([(plan.layout.padded_numel, plan.dtype) for plan in plans]))
-            return lambda group: group.adopt(next(buffers))
-        if device.type == "cpu" and PagePool.is_possible():
 
-            def adopt_pages(group: ShardedGroup) -> None:
-                pages = PagedBuffer(self._pages, group.layout.padded_numel, group.plan.dtype)
-                group.adopt_memory(PagedMemory(pages, group.at_rest, group.rests_beside), shard_store)
-
-            return adopt_pages
-
-        def adopt_storage(group: ShardedGroup) -> None:
-            # Each full buffer is made, and its memory freed, before the next is made: the peak is a single buffer.
-            (full,) = transport.allocate([(group.layout.padded_numel, group.plan.dtype)])
-            group.adopt_memory(ResizedMemory(full, full[group.at_rest].numel()), shard_store)
-
-        return adopt_storage
+T = TypeVar("T")
 
 
 def _by_axes(
-    plans: Sequence[GroupPlan], axes_of: Callable[[ShardingSpec], tuple[str, ...]]
-) -> list[tuple[tuple[str, ...], list[GroupPlan]]]:
-    """Collect the groups with the same axes, in order."""
-    found: dict[tuple[str, ...], list[GroupPlan]] = {}
-    for plan in plans:
-        found.setdefault(axes_of(plan.sharding), []).append(plan)
-    return list(found.items())
+    members: Iterable[T], axes_of: Callable[[T], tuple[str, ...]]
+) -> Collection[tuple[tuple[str, ...], list[T]]]:
+    """Collect the members with the same axes, in order."""
+    found: dict[tuple[str, ...], list[T]] = {}
+    for member in members:
+        found.setdefault(axes_of(member), []).append(member)
+    return found.items()

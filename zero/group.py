@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ class ShardedGroup:
         """While it returns True, `release` does nothing."""
         self.returning: Callable[[], object] | None = None
         """Waits until the shard has come back from its update on the host; None: it is here."""
-        self._memory = GroupMemory(self.full, self.shard)
+        self._memory = GroupMemory.kept(self.full, self.shard)
         self._shard_store: ShardStore | None = None
         # Ranks that share a copy read the same pages, so a release frees nothing.
         are_apart = self.axes.parameters.size > 1 and not self.axes.copies_are_shared
@@ -114,7 +114,7 @@ class ShardedGroup:
         """Take the buffer of the transport, (padded_numel,) of `dtype`, zero-filled, and keep its memory for good."""
         assert full.numel() == self.layout.padded_numel and full.dtype == self.plan.dtype
         self.full = full
-        self._memory = GroupMemory(full, full[self.at_rest])
+        self._memory = GroupMemory.kept(full, full[self.at_rest])
         # A quantized gather overwrites `full`, so exact values need separate memory.
         self.shard = full[self.own] if self._codec.is_exact else torch.zeros_like(full[self.own])
 
@@ -132,7 +132,7 @@ class ShardedGroup:
         memory.take_own()
         first = self.own.start - self.at_rest.start
         self.shard = self._memory.own[first : first + self.layout.shard_numel]
-        if self.sends_differences:
+        if self.plan.sends_differences:
             # The memory at rest then has the values after quantization, which all ranks agree on.
             self.shard = torch.zeros_like(self.shard)
         # Memory has arbitrary content when it is taken.
@@ -292,11 +292,6 @@ class ShardedGroup:
         """Whether a gather writes different values to `full` than this rank has at rest."""
         return not self.axes.are_refreshed and not self._codec.is_exact
 
-    @property
-    def sends_differences(self) -> bool:
-        """Whether an update is sent as quantized differences."""
-        return self.axes.are_refreshed and not self._codec.is_exact
-
     def make_exact(self) -> None:
         """Fill `full` with the exact values of all ranks' shards, if the gather was quantized. A collective."""
         assert self.sharded_state is ShardedState.UNSHARDED
@@ -362,88 +357,72 @@ def part_of(memory: Memory, low: int, high: int) -> Memory:
     return memory[low:high] if isinstance(memory, Tensor) else memory.part(low, high)
 
 
+Backing = tuple[Callable[[], object], Callable[[], object]]
+"""(take, give): takes memory for a range of addresses, with arbitrary content, and frees it."""
+
+
 class GroupMemory:
-    """Addresses for `full`, (padded_numel,), and for `own`, its resting part. This class keeps all memory for good.
+    """Addresses for `full`, (padded_numel,), and for `own`, its resting part, with memory that comes and goes."""
 
-    Subclasses take and free memory. Its content is arbitrary after each take.
-    """
+    def __init__(
+        self, full: Tensor, own: Tensor, own_is_in_full: bool, of_own: Sequence[Backing], of_others: Sequence[Backing]
+    ) -> None:
+        """own_is_in_full: `own` shares the memory of `full`. of_own: the memory of `own`. of_others: of the elements of
+        `full` that `own` does not cover.
+        """
+        self.full, self.own, self.own_is_in_full = full, own, own_is_in_full
+        self._of_own, self._of_others = of_own, of_others
 
-    own_is_in_full = True
-    """Whether `own` shares the memory of `full`."""
+    @classmethod
+    def kept(cls, full: Tensor, own: Tensor) -> GroupMemory:
+        """Keep all memory for good."""
+        return cls(full, own, True, (), ())
 
-    def __init__(self, full: Tensor, own: Tensor) -> None:
-        self.full = full
-        self.own = own
+    @classmethod
+    def in_pages(cls, pages: PagedBuffer, own: slice, is_beside: bool) -> GroupMemory:
+        """Use pages that move between buffers: [Note: moving pages].
 
-    def take_own(self) -> None:
-        """Take memory for `own`."""
+        own: elements at rest. is_beside: they have separate memory, because `full` gets different values.
+        """
+        full = pages.tensor
 
-    def take_others(self) -> None:
-        """Take memory for the elements of `full` that `own` does not cover."""
+        def of(start: int, end: int) -> Backing:
+            return partial(pages.populate, start, end), partial(pages.vacate, start, end)
 
-    def give_own(self) -> None:
-        """Free the memory of `take_own`."""
+        if not is_beside:
+            return cls(full, full[own], True, [of(own.start, own.stop)], [of(0, own.start), of(own.stop, full.numel())])
+        beside = torch.empty(own.stop - own.start, dtype=full.dtype)
+        return cls(full, beside, False, [_resized(beside)], [of(0, full.numel())])
 
-    def give_others(self) -> None:
-        """Free the memory of `take_others`."""
+    @classmethod
+    def in_storages(cls, full: Tensor, own_numel: int) -> GroupMemory:
+        """Resize storages, on any device. `own` has a separate storage, unless it is all of `full`.
 
-
-class PagedMemory(GroupMemory):
-    """Pages that move between buffers: [Note: moving pages]. `own` is a view of `full`, or has separate memory."""
-
-    def __init__(self, pages: PagedBuffer, own: slice, is_beside: bool) -> None:
-        """own: elements at rest. is_beside: `own` has separate memory, because `full` gets different values."""
-        numel = pages.tensor.numel()
-        self.own_is_in_full = not is_beside
-        self._pages, self._own = pages, own
-        self._others = [(0, numel)] if is_beside else [(0, own.start), (own.stop, numel)]
-        super().__init__(pages.tensor, pages.tensor[own])
-        if is_beside:
-            self.own = torch.empty(own.stop - own.start, dtype=pages.tensor.dtype)
-            self.own.untyped_storage().resize_(0)
-
-    def take_own(self) -> None:
-        if self.own_is_in_full:
-            self._pages.populate(self._own.start, self._own.stop)
-        else:
-            self.own.untyped_storage().resize_(self.own.nbytes)
-
-    def take_others(self) -> None:
-        for start, end in self._others:
-            self._pages.populate(start, end)
-
-    def give_own(self) -> None:
-        if self.own_is_in_full:
-            self._pages.vacate(self._own.start, self._own.stop)
-        else:
-            self.own.untyped_storage().resize_(0)
-
-    def give_others(self) -> None:
-        for start, end in self._others:
-            self._pages.vacate(start, end)
-
-
-class ResizedMemory(GroupMemory):
-    """Storages that are resized, on any device. `own` has a separate storage, unless it is all of `full`."""
-
-    def __init__(self, full: Tensor, own_numel: int) -> None:
-        """full: (padded_numel,). Its memory is freed at once."""
-        self.own_is_in_full = own_numel == full.numel()
-        own = full if self.own_is_in_full else torch.empty(own_numel, dtype=full.dtype, device=full.device)
-        super().__init__(full, own)
-        for memory in (self.full, self.own):
-            memory.untyped_storage().resize_(0)
+        The memory of `full` is freed at once.
+        """
+        if own_numel == full.numel():
+            return cls(full, full, True, [_resized(full)], [])
+        own = torch.empty(own_numel, dtype=full.dtype, device=full.device)
+        return cls(full, own, False, [_resized(own)], [_resized(full)])
 
     def take_own(self) -> None:
-        self.own.untyped_storage().resize_(self.own.nbytes)
+        for take, _ in self._of_own:
+            take()
 
     def take_others(self) -> None:
-        if not self.own_is_in_full:
-            self.full.untyped_storage().resize_(self.full.nbytes)
+        for take, _ in self._of_others:
+            take()
 
     def give_own(self) -> None:
-        self.own.untyped_storage().resize_(0)
+        for _, give in self._of_own:
+            give()
 
     def give_others(self) -> None:
-        if not self.own_is_in_full:
-            self.full.untyped_storage().resize_(0)
+        for _, give in self._of_others:
+            give()
+
+
+def _resized(tensor: Tensor) -> Backing:
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    storage.resize_(0)
+    return partial(storage.resize_, nbytes), partial(storage.resize_, 0)

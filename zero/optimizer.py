@@ -23,7 +23,7 @@ from .sequence import StateError
 from .shard_state import ShardPlacements, ShardState
 from .sign_update import SignUpdate
 from .torch_update import TorchUpdate
-from .versions import Running, Speculation, UpdateThread, Version
+from .versions import Running, Speculation, UpdateThread
 
 BY_HAND = (
     "{what}: expected engine.step(), which updates the shards of all ranks with the reduced gradients, found a call of "
@@ -481,7 +481,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def _held_of(self, shard: ShardState) -> Iterator[Tensor]:
-        yield shard.versions.ahead.values
+        yield shard.versions.ahead
         if shard.form.is_mixed:
             yield shard.master
         yield from self._update.held(shard)
@@ -516,13 +516,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _change(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         with shard.window.use(shard.offloadable) as values:
-            parts = partial(shard.parts, Version(0, values), self.speculation)
+            parts = partial(shard.parts, values, self.speculation)
             self._update.update(shard, parts, gradient, terms)
 
     def _update_ahead(self, shard: ShardState, gradient: Tensor, terms: UpdateTerms) -> None:
         """Update a second version, while the parameters are in use."""
         # Without masters the update reads the weights from the version that it changes.
         if not shard.form.is_mixed:
-            shard.versions.ahead.values.copy_(shard.group.shard)
+            shard.versions.ahead.copy_(shard.group.shard)
         self._update.update(shard, partial(shard.parts, shard.versions.ahead, self.speculation), gradient, terms)
         shard.gradient.give_back(gradient)

@@ -80,10 +80,6 @@ class ParameterStates:
             found[shard.group.layout.names[param_shard.index]] = dict.fromkeys(names, values.dtype)
         return found
 
-    def missed_steps(self, param: nn.Parameter) -> int:
-        """Return the number of steps in which no rank used the parameter, so that it did not change."""
-        return self._counts.missed[id(param)]
-
     def scalar_states(self) -> ScalarStates:
         """Return the states that are not elementwise: missed steps, and the step counts of torch optimizers."""
         params = [pair for shard in self._shards for pair in shard.group.plan.params]

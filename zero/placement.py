@@ -120,9 +120,9 @@ class StateChunks:
         """
         chunks = []
         for low, high in self.plan.chunks(start, end):
-            layout = ChunkLayout.of(kinds_for(high - low))
-            offloadable = self._resident(f"{name} [{low}, {high})", layout.nbytes)
-            chunks.append(StateChunk(low, high, layout, offloadable, self.window))
+            places, nbytes = lay_out(kinds_for(high - low))
+            offloadable = self._resident(f"{name} [{low}, {high})", nbytes)
+            chunks.append(StateChunk(low, high, places, offloadable, self.window))
         return chunks
 
     def reserve(self) -> None:
@@ -150,50 +150,49 @@ class StateChunks:
         return Offloadable.of(self._store, key, partial(self._pool.take, nbytes), self._pool.give)
 
 
+Places = Sequence[tuple[str, torch.dtype, int, int]]
+"""(name, dtype, offset in bytes, number of elements) of each tensor in a chunk's buffer."""
+
+
+def lay_out(kinds: Mapping[str, tuple[torch.dtype, int]]) -> tuple[Places, int]:
+    """Return the places of a chunk's tensors, in order, and the bytes of its buffer.
+
+    kinds: name -> dtype and number of elements.
+    """
+    places, offset = [], 0
+    for name, (dtype, numel) in kinds.items():
+        places.append((name, dtype, offset, numel))
+        offset += -(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return places, offset
+
+
 @dataclass(frozen=True, eq=False)
 class StateChunk:
     """Elements [start, end) of a shard. Their master weights and states load and save together."""
 
     start: int
     end: int
-    layout: ChunkLayout
+    places: Places
     offloadable: Offloadable
     window: Window
 
     def fill(self, values: Mapping[str, Tensor]) -> None:
         """Store the first values of all tensors."""
         buffer = self.window.create(self.offloadable).zero_()
-        for name, target in self.layout.views(buffer).items():
+        for name, target in self.views(buffer).items():
             target.copy_(values[name])
         self.window.release(self.offloadable)
 
     def open(self, changes: bool = False) -> dict[str, Tensor]:
         """Return the tensors. They are valid until another chunk is opened, and saved then if opened with `changes`."""
-        return self.layout.views(self.window.open(self.offloadable, changes))
-
-
-@dataclass(frozen=True)
-class ChunkLayout:
-    """Offsets of a chunk's tensors in its buffer."""
-
-    places: tuple[tuple[str, torch.dtype, int, int], ...]  # (name, dtype, offset in bytes, number of elements)
-    nbytes: int
-
-    @classmethod
-    def of(cls, kinds: Mapping[str, tuple[torch.dtype, int]]) -> ChunkLayout:
-        """Lay the tensors out in order. kinds: name -> dtype and number of elements."""
-        places, offset = [], 0
-        for name, (dtype, numel) in kinds.items():
-            places.append((name, dtype, offset, numel))
-            offset += -(-numel * dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return cls(tuple(places), offset)
+        return self.views(self.window.open(self.offloadable, changes))
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: dtype for name, dtype, _, _ in self.places}
 
     def views(self, buffer: Tensor) -> dict[str, Tensor]:
-        """Return the tensors as views of a buffer, (nbytes,) uint8."""
+        """Return the tensors as views of the chunk's buffer, (nbytes,) uint8."""
         return {
             name: buffer[offset : offset + numel * dtype.itemsize].view(dtype)
             for name, dtype, offset, numel in self.places

@@ -253,7 +253,7 @@ class GroupPlan:
     levels: tuple[Level, ...]  # sums of gradients over `sharding.states`
     replicas: Level  # the sum over `sharding.replicas`
     weight_bits: int | None  # per value of a weight in messages; None: unquantized
-    sends_differences: bool  # an update sends the changes of weights
+    sends_differences: bool  # an update sends the quantized changes of weights
 
     @property
     def full_bytes(self) -> int:

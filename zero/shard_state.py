@@ -28,7 +28,7 @@ from .master_weights import (
     scaled_numel,
 )
 from .placement import ShardStore, StateChunk, StateChunks
-from .versions import ParameterVersions, Speculation, Version
+from .versions import ParameterVersions, Speculation
 
 
 class UpcastStates:
@@ -245,10 +245,11 @@ class ShardState:
             now = values_of(part_of(self.group.own_values(), low, low + param_shard.numel))
             values_of(self.master_of(param_shard, changes=True)).copy_(now)
 
-    def parts(self, parameters: Version, speculation: Speculation) -> Iterator[StateView]:
+    def parts(self, parameters: Tensor, speculation: Speculation) -> Iterator[StateView]:
         """Yield every part of the shard for an update. A part is valid until the next.
 
-        parameters: the version that the update changes. speculation: keeps old states.
+        parameters: the version that the update changes: the shard, or its last elements (`ParameterVersions`).
+        speculation: keeps old states.
         """
         memory = self.memory
         # An empty shard has a part too: `TorchUpdate` expects a single part.
@@ -260,7 +261,7 @@ class ShardState:
             with chunk.window.use(chunk.offloadable) as buffer:
                 # The old version stays in the store, and the new version is written beside it.
                 speculation.keep(partial(chunk.offloadable.fork, buffer))
-                tensors = chunk.layout.views(buffer)
+                tensors = chunk.views(buffer)
                 own_master = tensors.pop(MASTER) if self.form.is_mixed else None
                 yield self._part(chunk.start, chunk.end, own_master, tensors, parameters)
 
@@ -287,8 +288,8 @@ class ShardState:
         ahead: the values after a delayed update, before the parameters take them.
         """
         if self.memory.master is None:
-            is_ahead = ahead and bool(self.versions.ahead.values.numel())
-            yield 0, self.versions.ahead.values if is_ahead else values_of(self.group.own_values(changes))
+            is_ahead = ahead and bool(self.versions.ahead.numel())
+            yield 0, self.versions.ahead if is_ahead else values_of(self.group.own_values(changes))
             return
         yield 0, self.memory.master
         for chunk in self.chunks:
@@ -298,7 +299,7 @@ class ShardState:
         """Return the states of a piece by name, once they are made; 8-bit states as float32."""
         low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
         chunk = self._chunk_of(param_shard)
-        kept = {n: state.dtype for n, state in self.memory.states.items()} if chunk is None else chunk.layout.dtypes
+        kept = {n: state.dtype for n, state in self.memory.states.items()} if chunk is None else chunk.dtypes
         names = [name for name in kept if name != MASTER and not name.endswith(SCALE_SUFFIX)]
         if any(name + SCALE_SUFFIX in kept for name in names):
             return {name: self._widened_range(chunk, name, low, high, changes) for name in names}
@@ -317,13 +318,13 @@ class ShardState:
     # -- helpers --------------------------------------------------------------------------------------------------
 
     def _part(
-        self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Version
+        self, start: int, end: int, own_master: Tensor | None, states: Mapping[str, Tensor], parameters: Tensor
     ) -> StateView:
-        # `parameters` may lack the first elements: see `ParameterVersions`.
-        low, high = start - parameters.start, end - parameters.start
+        num_lacking = self.group.layout.shard_numel - parameters.numel()
+        low, high = start - num_lacking, end - num_lacking
         if own_master is None:
-            return StateView(start, end, parameters.values[low:high], list(states.values()), None)
-        rounded = parameters.values[low:high] if low >= 0 else None  # None: the master weights determine them
+            return StateView(start, end, parameters[low:high], list(states.values()), None)
+        rounded = parameters[low:high] if low >= 0 else None  # None: the master weights determine them
         return StateView(start, end, own_master, list(states.values()), rounded)
 
     def _chunk_of(self, param_shard: ParamShard) -> StateChunk | None:

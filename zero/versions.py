@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,18 +17,10 @@ Running = Future[torch.Event | None]
 """An update of the thread, with the event that ends it on a device."""
 
 
-@dataclass(frozen=True)
-class Version:
-    """The parameters of a shard from element `start` on. Parameters before `start` are rounded master weights."""
-
-    start: int
-    values: Tensor  # (shard_numel - start,)
-
-
 class ParameterVersions:
     """A second version of parameters: the old values of a speculative update, or the results of a delayed update.
 
-    The first elements need no copy if their master weights are in memory:
+    A version is the last elements of the shard. The first need no copy if their master weights are in memory:
 
                           |  in memory  |   in a store
         without a master  |  `values`   |  `values`           copied from the shard
@@ -41,30 +32,29 @@ class ParameterVersions:
         self._group = group
         self._master = master
         self._host = host
-        self.ahead = Version(0 if master is None else master.numel(), torch.empty(0, dtype=group.plan.dtype))
-        """The parameters after a delayed update. Takes memory with the first such update."""
+        self._start = 0 if master is None else master.numel()  # of a version in the shard
+        self.ahead = torch.empty(0, dtype=group.plan.dtype)
+        """The version after a delayed update. Takes memory with the first such update."""
 
     def begin(self) -> None:
         """Take memory for `ahead`, unless it exists."""
-        numel = self._group.layout.shard_numel - self.ahead.start
-        if self.ahead.values.numel() != numel:
+        numel = self._group.layout.shard_numel - self._start
+        if self.ahead.numel() != numel:
             dtype, device = self._group.plan.dtype, self._group.shard.device
-            values = huge_zeros(numel, dtype, device) if self._host is None else self._host.lasting(numel, dtype)
-            self.ahead = Version(self.ahead.start, values)
+            self.ahead = huge_zeros(numel, dtype, device) if self._host is None else self._host.lasting(numel, dtype)
 
-    def put(self, version: Version) -> None:
+    def put(self, version: Tensor) -> None:
         """Set the parameters to a version. Master weights already have it."""
         shard = values_of(self._group.own_values(changes=True))
         if self._master is not None:
-            shard[: version.start].copy_(self._master)
+            shard[: self._start].copy_(self._master)
         # The host does not wait. `_run` does, before it writes to these values again.
-        shard[version.start :].copy_(version.values, non_blocking=True)
+        shard[self._start :].copy_(version, non_blocking=True)
 
     def keep(self) -> OldVersion:
         """Copy the current parameters."""
-        start = self.ahead.start
-        old = Version(start, values_of(self._group.own_values())[start:].clone())
-        return OldVersion(old.values.nbytes, lambda: self.put(old))
+        old = values_of(self._group.own_values())[self._start :].clone()
+        return OldVersion(old.nbytes, lambda: self.put(old))
 
 
 class UpdateThread:

@@ -290,7 +290,7 @@ class Checkpointer:
     def _steps(self) -> dict[str, int]:
         """Return the number of updates, and of each parameter that missed updates, by full name."""
         done, trained = self._optimizer.num_steps, self._updated
-        missed = {f"{STEP}.{name}": self._optimizer.by_parameter.missed_steps(param) for name, param in trained.items()}
+        missed = {f"{STEP}.{name}": self._optimizer.counts.missed[id(param)] for name, param in trained.items()}
         return {STEP: done, **{name: done - count for name, count in missed.items() if count}}
 
     def _optimizer_names(self, has_states: bool) -> OptimizerNames:

@@ -72,7 +72,7 @@ class FullValues:
 
     def make_copies_exact(self) -> None:
         """Refresh copies of shards on other ranks that were sent as rounded differences."""
-        pending = [group.refresh() for group in self._groups if group.sends_differences]
+        pending = [group.refresh() for group in self._groups if group.plan.sends_differences]
         for one in pending:
             one.wait()
         if pending:
@@ -155,7 +155,7 @@ class FullValues:
             group.keep(as_long_as)
         for group in chosen:
             group.make_exact()
-        if any(group.sends_differences for group in chosen):
+        if any(group.plan.sends_differences for group in chosen):
             self._note_exact()
         try:
             yield chosen, wanted

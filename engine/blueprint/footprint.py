@@ -21,7 +21,7 @@ from ...optimizers.optimizer import WholeTensorRule
 from ...zero.host_update import MAX_COMING, MAX_LEAVING
 from ...zero.layout import round_up
 from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
-from ...zero.placement import ChunkLayout
+from ...zero.placement import lay_out
 from ...zero.plan import GroupPlan, ModelPlan, Role
 from ...zero.powersgd import ThinLayout
 from ...zero.sharding_spec import ShardingSpec
@@ -136,7 +136,7 @@ class Footprint:
 
         @cache
         def of_chunk(dtype: torch.dtype, index: int, numel: int) -> int:
-            return ChunkLayout.of(scaled(kinds_of(dtype, index), numel)).nbytes
+            return lay_out(scaled(kinds_of(dtype, index), numel))[1]
 
         self._kinds_of, self._of_chunk = kinds_of, of_chunk
         self._gradients: dict[Hashable, int] = {}

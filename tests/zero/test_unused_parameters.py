@@ -165,8 +165,7 @@ def restart(case: Case, folder: Path, after: int, first: Any = None, second: Any
     with trained(case, 0, optimizer=second) as engine:
         engine.load_checkpoint(folder)
         if first:
-            missed = engine.optimizer.by_parameter.missed_steps
-            assert missed(engine.module.get_parameter("lonely")) == after
+            assert engine.optimizer.counts.missed[id(engine.module.get_parameter("lonely"))] == after
         for step in range(after, STEPS):
             take_step(engine, case, step)
         return engine.state_dict()

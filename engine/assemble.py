@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -87,8 +86,10 @@ def assemble(
     mesh = _connect(blueprint, world)
     # Now, while parameters have their whole shapes: the prediction runs a copy of the module on the meta device.
     prediction = _memory_prediction(blueprint, module, loss_fn, world)
-    states = _States.of(blueprint, mesh, shard_store, lr_scheduler)
-    units, optimizer = states.units, states.optimizer
+    host = host_update(config, blueprint.offload_plan, world)
+    memories, units, optimizer = _take_memory(blueprint, mesh, shard_store, host)
+    with no_rank_alone(world, "lowtide.initialize"):
+        scheduler = scheduler_for(optimizer, lr_scheduler)  # the caller's code, which may raise on a rank alone
     _fill(module, units, optimizer, mesh, prepared.values, blueprint)
     model_call = _model_call(blueprint, mesh, prepared, loss_fn, rows_per_microbatch)
     _compile(blueprint, prepared.compiled, world)
@@ -96,7 +97,7 @@ def assemble(
     checkpoint_activations(blueprint.units, config.activation_checkpointing.every, patches)
     activation_offload, close_last = _offload_activations(blueprint, world, module, units)
     join = Join(mesh)
-    runner = _runner(blueprint, mesh, module, states, model_call, patches, activation_offload, join)
+    runner = _runner(blueprint, mesh, module, units, optimizer, model_call, patches, activation_offload, join)
     _cast_inputs(blueprint, module, patches)
     if trial is not None:
         patches.callback(trial.watch(world, module, config.train_batch_size or 0, config.parallel.sequence))
@@ -108,11 +109,9 @@ def assemble(
         module=module,
         runner=runner,
         optimizer=optimizer,
-        added_groups=AddedParameterGroups(
-            blueprint, mesh, states.memories, runner, optimizer, shard_store, states.host
-        ),
+        added_groups=AddedParameterGroups(blueprint, mesh, memories, runner, optimizer, shard_store, host),
         activations=activation_offload,
-        learning_rates=_learning_rates(config, states),
+        learning_rates=_learning_rates(config, optimizer, scheduler),
         steps=steps,
         patches=patches,
         close_last=close_last,
@@ -138,41 +137,29 @@ def _reserve_store(blueprint: Blueprint, world: World) -> ShardStore | None:
     return shard_store
 
 
-@dataclass(frozen=True)
-class _States:
-    """The memory of parameters, gradients and optimizer states, and their optimizer."""
-
-    memories: GroupMemories
-    units: list[Unit]
-    optimizer: ShardedOptimizer
-    host: HostUpdate | None
-    scheduler: Any
-
-    @classmethod
-    def of(cls, blueprint: Blueprint, mesh: Mesh, shard_store: ShardStore | None, lr_scheduler: Any) -> _States:
-        """Take the memory. A collective."""
-        own = blueprint.places[blueprint.place_of(mesh.world.rank)]
-        host = host_update(blueprint.config, blueprint.offload_plan, mesh.world)
-        memories = GroupMemories(
-            mesh,
-            blueprint.reduces_every_backward,
-            shard_store,
-            shares_gradients=blueprint.shares_gradients,
-            delays_updates=blueprint.timing is Timing.DELAYED,
-            keeps_sums=not blueprint.is_layered,
-            seed=blueprint.config.seed or 0,
-            # A function, as the optimizer is made below, of the gradients that this class makes.
-            num_steps=lambda: optimizer.num_steps_before,
-            low_rank=blueprint.low_rank,
-        )
-        # Groups that the host updates send their gradients off the device.
-        hosts = {} if host is None else dict.fromkeys(blueprint.offload_plan.updated_apart(own.updated), host)
-        units = memories.units(own, hosts)
-        with no_rank_alone(mesh.world, "lowtide.initialize"):
-            optimizer = _optimizer(blueprint, mesh.world, units, shard_store, host)
-            # The caller's code runs here, and may raise on a rank alone.
-            scheduler = scheduler_for(optimizer, lr_scheduler)
-        return cls(memories, units, optimizer, host, scheduler)
+def _take_memory(
+    blueprint: Blueprint, mesh: Mesh, shard_store: ShardStore | None, host: HostUpdate | None
+) -> tuple[GroupMemories, list[Unit], ShardedOptimizer]:
+    """Take the memory of parameters, gradients and optimizer states. A collective."""
+    own = blueprint.places[blueprint.place_of(mesh.world.rank)]
+    memories = GroupMemories(
+        mesh,
+        blueprint.reduces_every_backward,
+        shard_store,
+        shares_gradients=blueprint.shares_gradients,
+        delays_updates=blueprint.timing is Timing.DELAYED,
+        keeps_sums=not blueprint.is_layered,
+        seed=blueprint.config.seed or 0,
+        # A function, as the optimizer is made below, of the gradients that this object makes.
+        num_steps=lambda: optimizer.num_steps_before,
+        low_rank=blueprint.low_rank,
+    )
+    # Groups that the host updates send their gradients off the device.
+    hosts = {} if host is None else dict.fromkeys(blueprint.offload_plan.updated_apart(own.updated), host)
+    units = memories.units(own, hosts)
+    with no_rank_alone(mesh.world, "lowtide.initialize"):
+        optimizer = _optimizer(blueprint, mesh.world, units, shard_store, host)
+    return memories, units, optimizer
 
 
 def _model_call(
@@ -251,14 +238,14 @@ def _runner(
     blueprint: Blueprint,
     mesh: Mesh,
     module: nn.Module,
-    states: _States,
+    units: list[Unit],
+    optimizer: ShardedOptimizer,
     model_call: ModelCall,
     patches: ModelPatches,
     activation_offload: ActivationOffload | None,
     join: Join,
 ) -> Runner:
     """Make the runner of the model. Hooks report the uses of units, or the schedule of a pipeline orders them."""
-    units = states.units
     if blueprint.pipeline is not None:
         plan = blueprint.pipeline.at(mesh.place(PIPE))
         turns = MicrobatchTurns(mesh.world.device, activation_offload) if plan.is_layered else None
@@ -271,7 +258,7 @@ def _runner(
         if graphs.are_possible(blueprint, mesh.world):
             kind = graphs.ReplayedSequence
             most = blueprint.config.compile.max_graphs
-            run = partial(graphs.GraphRunner, optimizer=states.optimizer, max_graphs=most)
+            run = partial(graphs.GraphRunner, optimizer=optimizer, max_graphs=most)
     # The join is asked before each pass, since ranks without data take part in the gathers of forwards.
     sequence = kind(units, blueprint.prefetch_numel, mesh.world.progress, join.before_pass, mesh.gather_values)
     on_block = activation_offload.begin_block if activation_offload else None
@@ -444,11 +431,11 @@ def _memory_prediction(blueprint: Blueprint, module: nn.Module, loss_fn: LossFn,
     return found
 
 
-def _learning_rates(config: Config, states: _States) -> LearningRates:
+def _learning_rates(config: Config, optimizer: ShardedOptimizer, scheduler: Any) -> LearningRates:
     section = config.scheduler
     schedule = None if section is None else schedule_of(section)
     betas = None if section is None else partial(betas_at, section)
-    return LearningRates(states.optimizer, schedule, betas, states.scheduler)
+    return LearningRates(optimizer, schedule, betas, scheduler)
 
 
 def _loss_scaler(config: Config) -> LossScaler:

@@ -661,7 +661,7 @@ class Engine(ModuleFacade):
         self, gradients: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> Tensor | None:
         """See `clip_calls.Clip`."""
-        if not self._shown.are_all(gradients):
+        if not self._shown.final.are_all(gradients):
             return None
         return self.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 

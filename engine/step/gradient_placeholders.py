@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import Self
-
-from torch import Tensor, nn
 
 from ...zero.gradient import GroupGradient
 from ...zero.reduced_gradient import Cleared, ReducedGradients
@@ -34,7 +31,8 @@ class GradientPlaceholders(StepFeature):
 
     def after_new_groups(self) -> None:
         gradients = self._steps.gradients
-        self._final = _placeholders(gradients)
+        self.final = _placeholders(gradients)
+        """For a whole step."""
         self._taken = _placeholders(gradient for gradient in gradients if gradient.takes_each)
         self._names = {id(param): name for gradient in gradients for name, param in gradient.group.plan.params}
 
@@ -42,26 +40,18 @@ class GradientPlaceholders(StepFeature):
         """Show placeholders, for a loop that calls backward itself and may look at `param.grad`."""
         if not self.is_on:
             self._steps.features.turn_on(self)
-        (self._final if self._steps.accumulated.is_complete else self._taken).put()
-
-    def are_all(self, gradients: Sequence[Tensor]) -> bool:
-        """Return True if these are all placeholders of a whole step. See `ReducedGradients.are_all`."""
-        return self._final.are_all(gradients)
-
-    def set_aside(self, arrived: nn.Parameter | None) -> AbstractContextManager[None]:
-        """See `ReducedGradients.set_aside`."""
-        return self._final.set_aside(arrived)
+        (self.final if self._steps.accumulated.is_complete else self._taken).put()
 
     def before_backward(self) -> None:
-        if self._final.are_there:
+        if self.final.are_there:
             is_lost = self._steps.accumulated.num_lost > 0
-            cleared = self._final.take_out()
+            cleared = self.final.take_out()
             if self._are_all(cleared):
                 if not is_lost:
                     self._note(cleared)
                 self._steps.forget(ends_graphs=False)  # torch's zero_grad() before another backward does the same
             elif is_lost:
-                self._final.put()  # this backward is refused
+                self.final.put()  # this backward is refused
             elif cleared:
                 self._clear(cleared)
         if self._taken.are_there:
@@ -70,18 +60,18 @@ class GradientPlaceholders(StepFeature):
     def after_abort(self) -> None:
         """Show placeholders if the step must be begun again: then torch's zero_grad() does what the engine's does."""
         if self._steps.accumulated.num_lost:
-            self._final.put()
+            self.final.put()
 
     def before_step(self) -> None:
         """Remove the placeholders, and clear the final gradients of those that the caller has cleared."""
-        if self._final.are_there and (cleared := self._final.take_out()):
+        if self.final.are_there and (cleared := self.final.take_out()):
             # Only refuses: a speculative update is rolled back later, on all ranks together.
             self._steps.update.refuse_more("zero_grad()")
             self._clear(cleared)
 
     def take_cleared(self) -> None:
         """Do `before_step`, and show the remaining placeholders again."""
-        if self._final.are_there:
+        if self.final.are_there:
             self.before_step()
             self.put()
 
@@ -106,9 +96,9 @@ class GradientPlaceholders(StepFeature):
 
     def between_steps(self, what: str) -> None:
         """Forget the step if the caller has cleared all final gradients. Then the call (what) comes between steps."""
-        if not self._final.are_there:
+        if not self.final.are_there:
             return
-        cleared = self._final.take_out()
+        cleared = self.final.take_out()
         if cleared:
             self._steps.refuse_more(what)
         if self._are_all(cleared):
@@ -116,10 +106,10 @@ class GradientPlaceholders(StepFeature):
             return
         if cleared:
             self._clear(cleared)
-        self._final.put()
+        self.final.put()
 
     def _are_all(self, cleared: Cleared) -> bool:
-        return bool(cleared) and len(cleared) == self._final.num_params  # a rank may have no parameters
+        return bool(cleared) and len(cleared) == self.final.num_params  # a rank may have no parameters
 
     def _clear(self, cleared: Cleared) -> None:
         self._steps.join.check_outside("zero_grad() after the last backward of a step")

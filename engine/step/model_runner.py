@@ -57,7 +57,7 @@ class ImplicitBackward:
             self._progress.enter(Activity.BACKWARD, self._steps.accumulated.num_microbatches)
             # Autograd may have filled a `grad` before it reached a unit. `begin_backward` would take it for a gradient
             # that the caller has put in the place of a placeholder.
-            with self._shown.set_aside(arrived):
+            with self._shown.final.set_aside(arrived):
                 self._steps.begin_backward()
         except BaseException:
             self._call_guard.end()
@@ -208,8 +208,6 @@ class ModelRunner:
         ready = self.model_call.ready(batch, steps.scale.mark_input)
         with self.passes.failing_forward():
             return [self.model_call.loss(self.model_call.run(ready, lambda: call(self._module, ready)), ready)]
-
-    passes_output = True
 
     def tried_loss(self, ready: Any) -> Tensor:
         return self.model_call.loss(self.tried_output(ready), ready)

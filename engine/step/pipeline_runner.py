@@ -232,7 +232,7 @@ class PipelineRunner(StepFeature):
 
         return output if self._scale.seed == 1.0 else self._scale.mark_output(replace_tensors(output, inner))
 
-    passes_output = False
+    tried_output = None
 
     def tried_loss(self, ready: Any) -> Tensor | None:
         try:
@@ -242,9 +242,6 @@ class PipelineRunner(StepFeature):
             return next(iter(losses), None)
         finally:
             self.passes.release_all()
-
-    def tried_output(self, ready: Any) -> Any:
-        raise NotImplementedError
 
     def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
         found: list[int] = self._mesh.peers.sum_on_host(torch.tensor(numbers), "the check of sequences").tolist()

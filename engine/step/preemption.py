@@ -26,20 +26,11 @@ class Preemption:
 
     def __init__(self) -> None:
         self.noted: int | None = None
+        """The signal that has come."""
         self._before: dict[int, signal._HANDLER] = {}
         self._is_armed = False
         self._says_so = False
         self._is_leaving = False
-
-    @property
-    def is_requested(self) -> bool:
-        """Return True after a signal."""
-        return self.noted is not None
-
-    @property
-    def is_interrupt(self) -> bool:
-        """Return True after Ctrl-C."""
-        return self.noted == signal.SIGINT
 
     def arm(self, says_so: bool = False) -> None:
         """Take the signals. says_so: write a line to standard error when a signal comes: the step may take a while.
@@ -121,7 +112,8 @@ class DueCheckpoints(StepFeature):
 
     def events(self) -> Sequence[bool]:
         """Return: a background save has failed; this rank must end; Ctrl-C ends it, so its launcher must stop too."""
-        return self._parts.archive.checkpoints.has_failed, self._stop.is_requested, self._stop.is_interrupt
+        noted = self._stop.noted
+        return self._parts.archive.checkpoints.has_failed, noted is not None, noted == signal.SIGINT
 
     def on_events(self, counts: Sequence[int]) -> None:
         self._counts = counts

@@ -33,15 +33,12 @@ class Runner(Protocol):
     def model_call(self) -> ModelCall:
         """Return the object that calls the model with a batch."""
 
-    @property
-    def passes_output(self) -> bool:
-        """Return whether `tried_output` works on this rank."""
-
     def tried_loss(self, ready: Any) -> Tensor | None:
         """Return the loss of a forward that is made for a check. None: another rank has it."""
 
-    def tried_output(self, ready: Any) -> Any:
-        """Return the model's output in a forward that is made for a check."""
+    @property
+    def tried_output(self) -> Callable[[Any], Any] | None:
+        """Return a function that returns the model's output in a forward for a check. None: this rank has none."""
 
     def summed_over_stages(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return the sums of `numbers` over the ranks that have parts of the model."""

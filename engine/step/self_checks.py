@@ -46,7 +46,8 @@ class SequenceCheck(StepFeature):
         def loss(part: SequenceShard) -> Tensor | None:
             return runner.tried_loss(ready(part))
 
-        outputs = (lambda part: runner.tried_output(ready(part))) if runner.passes_output else None
+        tried = runner.tried_output
+        outputs = None if tried is None else lambda part: tried(ready(part))
         self._sequences.self_check(batch, loss, outputs, runner.summed_over_stages)
 
 

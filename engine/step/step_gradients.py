@@ -53,16 +53,7 @@ class StepGradients:
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
         """See `Engine.set_gradient`."""
         what = f"engine.set_gradient() (safe_set_{'local' if is_local else 'full'}_grad in lowtide.deepspeed)"
-        self._check_is_complete(what)
-        self._check_is_held(
-            what, "each gradient is used and dropped as it arrives; a hook on the parameter may change it"
-        )
-        if self._steps.accumulated.clipping_by_hand is not None:
-            raise StateError(
-                f"{what}: expected a call before engine.clip_grad_norm_(), found it after that: the norm is of the "
-                "gradients before; set all gradients first, then clip"
-            )
-        self._steps.roll_back()  # a speculative update with the gradient of before
+        self._prepare_change(what)
         self._values.set_gradient(param, value, self._steps.grad_scale, is_local, what)
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -82,13 +73,7 @@ class StepGradients:
         what = "engine.clip_grad_value_()"
         if not clip_value >= 0:  # and not `<`, which is False for NaN too
             raise ValueError(f"{what}: expected a clip_value of 0 or more, found {clip_value:g}")
-        self._check_is_complete(what)
-        self._check_is_held(
-            what, "each gradient is used and dropped as it arrives; a hook on the parameter may change it"
-        )
-        if self._steps.accumulated.clipping_by_hand is not None:
-            raise StateError(f"{what}: expected a call before engine.clip_grad_norm_(), found it after that")
-        self._steps.roll_back()  # a speculative update with the gradients of before
+        self._prepare_change(what)
         for gradient in self._steps.gradients:
             gradient.clamp(clip_value / self._steps.grad_scale)
 
@@ -165,6 +150,19 @@ class StepGradients:
                 "last backward and engine.step()"
             )
         self._shown.take_cleared()
+
+    def _prepare_change(self, what: str) -> None:
+        """Raise StateError if gradients must not change now. Roll back a speculative update with those of before."""
+        self._check_is_complete(what)
+        self._check_is_held(
+            what, "each gradient is used and dropped as it arrives; a hook on the parameter may change it"
+        )
+        if self._steps.accumulated.clipping_by_hand is not None:
+            raise StateError(
+                f"{what}: expected a call before engine.clip_grad_norm_(), found it after that: the norm is of the "
+                "gradients before; change all gradients first, then clip"
+            )
+        self._steps.roll_back()
 
     def _check_can_clip(self, what: str, max_norm: float, norm_type: float) -> None:
         if norm_type not in (2.0, math.inf):

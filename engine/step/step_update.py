@@ -55,7 +55,8 @@ class StepUpdate:
         self.update_all = optimizer.update_all
         """Updates all shards after the norm; a runner may replay it."""
         self._mesh = mesh
-        self._is_waited_for = _is_waited_for(mesh.world.device)
+        self._is_waited_for = mesh.world.device.type != "cpu"
+        """Whether the device runs behind the host, so that reading a value from it waits."""
         self._unclipped_factor = unclipped_factor
         self._delay_after_steps = delay_after_steps
         gradients = [gradient for unit in reduction_order for gradient in unit.gradients]
@@ -320,8 +321,3 @@ class StepUpdate:
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused
-
-
-def _is_waited_for(device: torch.device) -> bool:
-    """Whether the device runs behind the host, so that reading a value from it waits."""
-    return device.type != "cpu"

@@ -543,13 +543,17 @@ class DeepSpeedEngine(nn.Module):
             logger.warning("save_16bit_model: stage3_gather_16bit_weights_on_model_save is false, nothing is written")
             return False
         values = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        failed: Exception | None = None
         if self.lowtide.rank == 0:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(
-                {name: value.detach().cpu() for name, value in values.items()}, os.path.join(save_dir, save_filename)
-            )
-        # A rank may read the file right after the call.
-        comm.barrier()
+            try:
+                folder = folder_path(save_dir)
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save({name: value.detach().cpu() for name, value in values.items()}, folder / save_filename)
+            except Exception as error:  # torch.save raises various errors
+                failed = error
+        # All ranks wait here: a rank may read the file right after the call.
+        if self.lowtide.agree(failed is not None):
+            raise failed or RuntimeError("save_16bit_model failed on rank 0, whose error says why")
         return True
 
     save_fp16_model = save_16bit_model

@@ -164,6 +164,10 @@ def test_checkpoints_have_deepspeeds_return_values(tmp_path: Path) -> None:
     said = "save_checkpoint: expected one tag on all ranks, found of-0, of-1"
     assert said in asserted(strict.save_checkpoint, folder, tag=f"of-{rank}")
     strict.destroy()
+    (tmp_path / "file").touch()
+    for bad, words in ((tmp_path / "file" / "inside", "Not a directory"), ("", "expected the path of a folder")):
+        text = refusal(engine.save_16bit_model, bad, kind=Exception)
+        assert (words if rank == 0 else "save_16bit_model failed on rank 0") in text  # nobody waits for rank 0
     assert engine.save_16bit_model(folder) is True
     if rank == 0:
         found = torch.load(f"{folder}/pytorch_model.bin")

@@ -16,6 +16,7 @@ from .engine_config import EngineConfig, Source
 
 _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
+_WITH_WARMUP = ("warmuplr", "warmupdecaylr", "warmupcosinelr", "constant", "linear", "cosine")
 _BETAS, _EPS = ("adam_beta1", "adam_beta2"), ("adam_epsilon",)
 HELP = "lowtide's config: the name of a preset such as zero3, the path of a JSON file, or a dictionary."
 
@@ -70,9 +71,13 @@ def config_of(source: Source, args: Any) -> EngineConfig:
 def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
     """Fill in the schedule. num_steps: optimizer steps of the training, known once its data are."""
     config.set_value("scheduler.params.total_num_steps", num_steps, "the number of steps")
+    warmup = args.get_warmup_steps(num_steps)
+    section = config.values.get("scheduler")
+    if warmup and isinstance(section, dict) and str(config.found("scheduler.type")).lower() in _WITH_WARMUP:
+        # "auto", not the number: a second training may have another.
+        section.setdefault("params", {}).setdefault("warmup_num_steps", "auto")
     # A schedule needs at least a step of warmup.
-    warmup = max(1, args.get_warmup_steps(num_steps))
-    config.set_value("scheduler.params.warmup_num_steps", warmup, "warmup_steps")
+    config.set_value("scheduler.params.warmup_num_steps", max(1, warmup), "warmup_steps")
     config.check()
 
 

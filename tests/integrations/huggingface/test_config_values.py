@@ -101,6 +101,21 @@ def test_a_missing_option_of_the_optimizer_is_that_of_the_arguments(tmp_path: Pa
     assert params_of({"type": "SGD"}, **OPTIONS)["lr"] == 2e-3
 
 
+@pytest.mark.parametrize(("kind", "default"), [("WarmupLR", 1000), ("constant", 0), ("StepLR", None)])
+def test_a_missing_warmup_of_the_scheduler_is_that_of_the_arguments(
+    tmp_path: Path, kind: str, default: int | None
+) -> None:
+    params = {"step_size": 3} if kind == "StepLR" else {}
+    for given, expected in ((0, [default, default]), (0.1, [4, 8])):
+        options = args(tmp_path, warmup_steps=given)
+        config = config_of({"optimizer": {"type": "AdamW"}, "scheduler": {"type": kind, "params": params}}, options)
+        found = []
+        for num_steps in (40, 80):  # a second training of the trainer
+            fill_steps(config, options, num_steps)
+            found.append(config.check().model_dump()["scheduler"]["params"].get("warmup_num_steps"))
+        assert found == (expected if default is not None else [None, None])
+
+
 def test_text_that_is_the_value_of_an_argument_contradicts_nothing(tmp_path: Path) -> None:
     text = {"gradient_clipping": "0.7", "bf16": {"enabled": "true"}, "parallel": {"pipeline": "1"}}
     assert config_of(text, args(tmp_path, **OPTIONS)).check().bf16.enabled

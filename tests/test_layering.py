@@ -161,7 +161,8 @@ def imported_rooms(path: Path) -> set[str]:
     """The rooms of ours that a file imports at any time, for type checkers too; `lowtide` is the public API."""
     names = imports(path, nodes_of(path))
     ours = {name for name in names if name.split(".")[0] == "lowtide"}
-    return {room_of(name) for name in ours if (module_name(path), name.rpartition(".")[0]) not in LAZY}
+    lazy = {name for importing, name in LAZY if importing == module_name(path)}
+    return {room_of(name) for name in ours if not {name, name.rpartition(".")[0]} & lazy}
 
 
 def is_satellite(name: str) -> bool:

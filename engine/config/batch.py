@@ -227,8 +227,6 @@ def batch_keys(config: Any) -> dict[str, int]:
 class ElasticityConfig(ConfigSection):
     """A global batch for many numbers of ranks: see docs/config.md. Batch sizes are not given with it."""
 
-    path = "elasticity"
-
     enabled: Bool = False
     """Turns it on."""
 

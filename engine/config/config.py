@@ -1,6 +1,6 @@
 """The config: a JSON file that is checked as a whole before anything is built.
 
-file -> read.py (plain values) -> translate.py ("auto", a dialect's keys) -> Config -> resolve(world_size)
+file -> read.py (plain values) -> translate.py ("auto", DeepSpeed's keys) -> Config -> resolve(world_size)
 
 Nothing here imports torch: dtypes are the strings "fp32", "bf16" and "fp16".
 """
@@ -67,11 +67,9 @@ from .sections import (
 )
 from .translate import (
     AUTO,
-    OWN_WORDS,
     READ,
-    Dialect,
     Fill,
-    dialect_of,
+    deepspeed,
     filled,
     other_keys,
     planned,
@@ -174,7 +172,6 @@ class Config(Section):
     _source: str | None = PrivateAttr(default=None)
     _auto_batch_keys: tuple[str, ...] = PrivateAttr(default=())
     _planned_keys: tuple[str, ...] = PrivateAttr(default=())
-    _dialect: Dialect = PrivateAttr(default=OWN_WORDS)
 
     @classmethod
     def load(
@@ -193,11 +190,10 @@ class Config(Section):
                 raise ValueError('fill: expected a file or a dictionary, since a Config has no "auto", found a Config')
             return source
         raw, name = read(source)
-        # First, since a switch of DeepSpeed may be text, and its dialect takes only booleans.
+        # First, since a switch of DeepSpeed may be text, and the dialect takes only booleans.
         raw, fill_notes = filled(raw, fill or {}, cls)
-        dialect = dialect_of(raw, cls)
-        raw, unread_notes = dialect.without_unread(raw)
-        translation = translate(raw, dialect)
+        raw, unread_notes = deepspeed().without_unread(raw)
+        translation = translate(raw)
         config, faults = _validate(translation.values)
         # Both kinds of faults together: a user with ten faults should not need ten runs.
         faults = translation.faults + faults
@@ -211,8 +207,7 @@ class Config(Section):
             if path not in BATCH_KEYS and path not in chosen
         ]
         # Only fields are frozen. These attributes belong to the reading of the config.
-        config._notes = tuple(notes + _idle_settings(config) + dialect.other_defaults(raw, config))
-        config._dialect = dialect
+        config._notes = tuple(notes + _idle_settings(config) + deepspeed().other_defaults(raw, config))
         config._source = name
         config._auto_batch_keys = tuple(
             path for path in translation.auto_paths if path in BATCH_KEYS and path not in chosen
@@ -243,7 +238,7 @@ class Config(Section):
             for key in self._planned_keys
             if key in reasons
         ]
-        made._notes, made._source, made._dialect = (*self._notes, *chosen), self._source, self._dialect
+        made._notes, made._source = (*self._notes, *chosen), self._source
         return made
 
     @property
@@ -259,7 +254,7 @@ class Config(Section):
         text = [note for note in self._notes if READ in note]
         rest = [note for note in self._notes if note not in text]
         said = ["; ".join(text)] if text else []
-        rules = self._dialect.reasons
+        rules = deepspeed().REASONS
         idle = [note for note in rest if note.partition(": ")[0] in rules and " has no effect here: " in note]
         # The line for several keys names no reasons. A single key has room for its reason.
         if len(idle) < 2:
@@ -309,7 +304,7 @@ class Config(Section):
                 update["pipeline"] = self.pipeline.model_copy(update={"microbatches": batch.accumulation})
             faults += schedule_faults(self.parallel, self.pipeline, batch.accumulation)
         faults += shard_size_faults(self.zero_optimization, data_size, self.parallel.expert)
-        # No validation: every value comes from checked values. The copy includes notes, source and dialect.
+        # No validation: every value comes from checked values. The copy includes notes and source.
         resolved = self.model_copy(update=update)
         # `load` has checked a given accumulation. Only a number that was chosen here is new.
         if self.gradient_accumulation_steps is None or kept or self.elasticity.enabled:
@@ -344,6 +339,11 @@ class Config(Section):
             # The type "adam" without this key would be read as AdamW.
             values["optimizer"]["params"]["adam_w_mode"] = False
         return values
+
+
+for _path, _section in sections_of(Config).items():
+    if issubclass(_section, ConfigSection):
+        _section.path = _path
 
 
 def _batch(config: Config, data_size: int) -> Batch | Fault:

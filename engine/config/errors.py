@@ -149,7 +149,7 @@ class ConfigSection(Section):
     """A section of `Config`: see [Note: sections]. `config` in its methods is the whole `Config`."""
 
     path: ClassVar[str] = ""
-    """The path of the section in a file."""
+    """The path of the section in a file. `config.py` sets it for each section of `Config`."""
 
     def faults(self, config: Any) -> list[Fault]:
         return []

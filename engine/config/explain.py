@@ -13,7 +13,7 @@ from .batch import BATCH_KEYS
 from .config import Config
 from .errors import ConfigError, Fault, quoted
 from .read import join, read
-from .translate import ALIASES, Dialect, dialect_of, filled, translate
+from .translate import ALIASES, deepspeed, filled, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
 Origin = Literal["set", "default", "auto", "derived", "no effect", "fault"]
@@ -68,13 +68,12 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     # The keys of the table are those of the section, so a number in its place is written out.
     if not isinstance(size, Mapping) and not any(fault.path == "tiles" for fault in faults):
         raw["tiles"] = {"mlp": size, "loss": size}  # see TilesConfig
-    dialect = dialect_of(raw, Config)
     # A config with faults has no notes. Those of the translation are known all the same.
-    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw, dialect).notes])
+    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
-    file = _File.of(raw, notes, faults, dialect)
+    file = _File.of(raw, notes, faults)
     # `dict` keeps sections as objects. A dump would lose the class of the params.
-    found = list(_fields(Config, dict(config) if config is not None else _apart(raw, dialect), file))
+    found = list(_fields(Config, dict(config) if config is not None else _apart(raw), file))
     ours = [one.path for one in found]
     others = {path: value for path, value in file.given.items() if not any(_is_within(path, one) for one in ours)}
     found += [file.foreign(path, value) for path, value in others.items()]
@@ -94,9 +93,9 @@ def _loaded(raw: dict[str, object], world_size: int | None) -> tuple[Config | No
         return config, list(error.faults)
 
 
-def _apart(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
+def _apart(raw: dict[str, object]) -> dict[str, object]:
     """Return optimizer and scheduler of a config with faults. Their keys depend only on their type."""
-    values, found = translate(raw, dialect).values, dict[str, object]()
+    values, found = translate(raw).values, dict[str, object]()
     # The keys of `params` follow from the type, so each section is checked by itself, without its faulty neighbours.
     for name in {"optimizer", "scheduler"} & values.keys():
         with suppress(ValidationError):
@@ -104,13 +103,13 @@ def _apart(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
     return found
 
 
-def _written(section: Mapping[str, Any], dialect: Dialect, path: str = "") -> Iterator[tuple[str, object]]:
+def _written(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
     """Yield (path, value) of the keys in a file, by our name of each key."""
     for key, value in section.items():
         here = _named(path, key)
         # A section that DeepSpeed knows and we do not has a single reason, so it is a single line.
-        if isinstance(value, Mapping) and value and here not in dialect.reasons:
-            yield from _written(value, dialect, here)
+        if isinstance(value, Mapping) and value and here not in deepspeed().REASONS:
+            yield from _written(value, here)
         else:
             yield here, value
 
@@ -127,9 +126,9 @@ def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str =
     return kept
 
 
-def _translated(raw: dict[str, object], dialect: Dialect) -> dict[str, object]:
+def _translated(raw: dict[str, object]) -> dict[str, object]:
     """Return path -> value of our keys."""
-    return {path: value for path, value in leaves(translate(raw, dialect).values) if value != {}}
+    return {path: value for path, value in leaves(translate(raw).values) if value != {}}
 
 
 def _named(section: str, key: str) -> str:
@@ -158,23 +157,22 @@ class _File:
     meant: Mapping[str, Mapping[str, object]]
     notes: Mapping[str, str]
     faults: Sequence[Fault]
-    dialect: Dialect
 
     @classmethod
-    def of(cls, raw: dict[str, object], notes: Mapping[str, str], faults: Sequence[Fault], dialect: Dialect) -> "_File":
-        read_keys = dialect.without_unread(raw)[0]
-        given, values = dict(_written(raw, dialect)), _translated(read_keys, dialect)
+    def of(cls, raw: dict[str, object], notes: Mapping[str, str], faults: Sequence[Fault]) -> "_File":
+        read_keys = deepspeed().without_unread(raw)[0]
+        given, values = dict(_written(raw)), _translated(read_keys)
         meant = {}
         for key in [key for key in given if key not in values]:
             # Several keys may give a value together, or each alone. So a value belongs to a key if it is lost without
             # the key, or comes from the key alone.
-            rest, alone = (_translated(_part(read_keys, is_in_it), dialect) for is_in_it in (key.__ne__, key.__eq__))
+            rest, alone = (_translated(_part(read_keys, is_in_it)) for is_in_it in (key.__ne__, key.__eq__))
             meant[key] = {
                 path: value
                 for path, value in values.items()
                 if rest.get(path, _ABSENT) != value or alone.get(path, _ABSENT) == value
             }
-        return cls(given, meant, notes, faults, dialect)
+        return cls(given, meant, notes, faults)
 
     def value(self, path: str, default: object) -> object:
         """Return the value of a key of ours from the file, for a file that makes no config."""
@@ -212,7 +210,7 @@ class _File:
         if meant := self.meant[path]:
             return Explained(path, value, "set", ", ".join(f"{key} {quoted(one)}" for key, one in meant.items()), "")
         note = self.notes.get(path, "").partition(" has no effect here: ")[2] or self.notes.get(path, "")
-        why = note or self.dialect.reasons.get(path, "it changes nothing")
+        why = note or deepspeed().REASONS.get(path, "it changes nothing")
         return Explained(path, value, "no effect", why, "")
 
 

@@ -22,8 +22,6 @@ def _each_once(names: tuple[str, ...]) -> tuple[str, ...]:
 class KernelsConfig(ConfigSection):
     """Fused kernels: see docs/kernels.md."""
 
-    path = "kernels"
-
     backend: BackendName = "auto"
     """Default of all kernels below. "auto": Triton on a GPU if installed, else eager torch (on the CPU a C++ kernel for
     the optimizer). "triton": Triton, or an error. "reference": eager torch."""
@@ -88,8 +86,6 @@ class TilesConfig(ConfigSection):
     """Compute in tiles of tokens, with the same gradients: see docs/long-sequences.md. `"auto"` or a number in place of
     the section sets both sizes.
     """
-
-    path = "tiles"
 
     mlp: Annotated[TileSize, BeforeValidator(_size)] = 0
     """Tokens of an MLP tile; its activations are recomputed in backward. "auto": the width of its input, at least 256.

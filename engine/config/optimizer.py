@@ -12,8 +12,6 @@ from .errors import ConfigSection, Fault, did_you_mean, needs, no_effect, quoted
 class OptimizerConfig(ConfigSection):
     """The optimizer and its parameters."""
 
-    path = "optimizer"
-
     # Before `params`: pydantic validates fields in order, and the validator of `params` reads the type.
     type: str
     """Name of the optimizer, in upper or lower case."""

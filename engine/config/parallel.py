@@ -14,8 +14,6 @@ from .errors import ConfigSection, Fault, printable
 class ParallelConfig(ConfigSection):
     """Sizes of the axes over which a model is split. The remaining ranks are data-parallel."""
 
-    path = "parallel"
-
     pipeline: Positive = 1
     """Ranks that a batch passes in turn, each with some of the blocks. 1: no pipeline."""
 
@@ -70,8 +68,6 @@ class ParallelConfig(ConfigSection):
 class TensorParallelConfig(ConfigSection):
     """How layers are split if parallel.tensor is above 1: see docs/parallelism.md."""
 
-    path = "tensor_parallel"
-
     plan: dict[str, str] | None = None
     """Layer name pattern -> "column", "row", "vocabulary", "column_gathered", "experts", "partial" or "whole";
     "column/3" for a layer of three equal parts. Overrides the model's own plan and known layer names. null: only
@@ -84,8 +80,6 @@ class TensorParallelConfig(ConfigSection):
 class SequenceParallelConfig(ConfigSection):
     """How attention is computed if parallel.sequence is above 1: see docs/long-sequences.md."""
 
-    path = "sequence_parallel"
-
     attention: Literal["auto", "ulysses", "ring"] = "auto"
     """"ulysses": an all-to-all gives each rank some heads of all tokens. "ring": keys and values go round the ranks.
     "auto": heads over as many ranks as divide them, and a ring over the rest."""
@@ -96,8 +90,6 @@ class SequenceParallelConfig(ConfigSection):
 
 class PipelineConfig(ConfigSection):
     """How a pipeline runs a step: see docs/pipeline.md."""
-
-    path = "pipeline"
 
     schedule: str = Field(default="1f1b", min_length=1)
     """gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a schedule file."""

@@ -222,8 +222,6 @@ NOT_BY_STEPS = {  # name -> why it is not among these
 class SchedulerConfig(ConfigSection):
     """The scheduler and its parameters."""
 
-    path = "scheduler"
-
     # Before `params`: its validator reads the type.
     type: str
     params: SerializeAsAny[Section]

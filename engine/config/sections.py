@@ -13,8 +13,6 @@ from .errors import ConfigSection, Fault, needs, quoted
 class BF16Config(ConfigSection):
     """Compute in bfloat16, with or without fp32 master weights."""
 
-    path = "bf16"
-
     enabled: Bool = False
     """Turns bf16 on."""
 
@@ -47,8 +45,6 @@ _DYNAMIC_SCALING = (
 
 class FP16Config(ConfigSection):
     """Compute in float16, with loss scaling and fp32 master weights."""
-
-    path = "fp16"
 
     enabled: Bool = False
     """Turns fp16 on."""
@@ -103,8 +99,6 @@ def _bfloat16(value: object) -> object:
 class TorchAutocastConfig(ConfigSection):
     """Forwards under torch.autocast: parameters keep their dtypes, eligible operations compute in a lower precision."""
 
-    path = "torch_autocast"
-
     enabled: Bool = False
     """Turns it on."""
 
@@ -136,8 +130,6 @@ def dtype_name(value: object) -> object:
 class DataTypesConfig(ConfigSection):
     """Dtypes of gradients."""
 
-    path = "data_types"
-
     grad_accum_dtype: Annotated[Dtype | None, BeforeValidator(dtype_name)] = None
     """Dtype in which gradients accumulate over microbatches, also by torch's name ("bfloat16"). null: fp32."""
 
@@ -147,8 +139,6 @@ Bits = Annotated[Literal[4, 8] | None, worded("expected 8, 4 or null (bits of a 
 
 class PowerSGDConfig(ConfigSection):
     """PowerSGD: send a gradient matrix as two thin matrices whose product approximates it. Stages 0 and 1."""
-
-    path = "communication.power_sgd"
 
     rank: Natural = 0
     """Columns of the thin matrices. 0: off."""
@@ -191,8 +181,6 @@ class PowerSGDConfig(ConfigSection):
 
 class CommunicationConfig(ConfigSection):
     """How ranks exchange bytes."""
-
-    path = "communication"
 
     transport: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
     """"auto": chosen for each message. "shared_memory": CPU ranks of a host. "sockets": point-to-point. "native": the
@@ -253,8 +241,6 @@ class CommunicationConfig(ConfigSection):
 class CheckpointConfig(ConfigSection):
     """Automatic checkpoints, and how checkpoints are written."""
 
-    path = "checkpoint"
-
     folder: Folder = None
     """Folder of automatic checkpoints, with a folder for each tag. Every rank must see it. A relative path starts at
     the working directory."""
@@ -294,8 +280,6 @@ class CheckpointConfig(ConfigSection):
 class MemoryReportConfig(ConfigSection):
     """Record the memory of a step, operation by operation, next to the prediction."""
 
-    path = "memory_report"
-
     folder: Folder = None
     """Each rank writes its report here, for `lowtide report`. null: off. A relative path starts at the working
     directory."""
@@ -320,8 +304,6 @@ _Place = Annotated[str, BeforeValidator(_place)]
 class TensorboardConfig(ConfigSection):
     """Event files for TensorBoard. Needs the package tensorboard."""
 
-    path = "tensorboard"
-
     enabled: Bool = False
     """Turns it on."""
     output_path: _Place = ""
@@ -332,8 +314,6 @@ class TensorboardConfig(ConfigSection):
 
 class WandbConfig(ConfigSection):
     """A run of Weights & Biases. Needs the package wandb; without a login, WANDB_MODE=offline writes files."""
-
-    path = "wandb"
 
     enabled: Bool = False
     """Turns it on."""
@@ -348,8 +328,6 @@ class WandbConfig(ConfigSection):
 class CsvMonitorConfig(ConfigSection):
     """A table `metrics.csv` with a row for each step."""
 
-    path = "csv_monitor"
-
     enabled: Bool = False
     """Turns it on."""
     output_path: _Place = ""
@@ -360,8 +338,6 @@ class CsvMonitorConfig(ConfigSection):
 
 class ProfileConfig(ConfigSection):
     """Write a trace, collectives, and operations by module of some steps: see docs/monitors.md."""
-
-    path = "profile"
 
     enabled: Bool = False
     """Turns it on."""
@@ -381,8 +357,6 @@ class ProfileConfig(ConfigSection):
 
 class FP8Config(ConfigSection):
     """Multiply in float8 in the linear layers of blocks, by torchao."""
-
-    path = "fp8"
 
     enabled: Bool = False
     """Turns it on. Needs the extra "fp8", and a GPU of compute capability 8.9; other devices emulate it."""
@@ -414,8 +388,6 @@ class FP8Config(ConfigSection):
 
 class CompileConfig(ConfigSection):
     """torch.compile on the blocks of the model, inside the code that gathers and reduces them."""
-
-    path = "compile"
 
     blocks: Bool = False
     """Compile the forward of repeated blocks, not of embeddings or heads. The first run takes seconds to minutes, once

@@ -1,8 +1,7 @@
 """Translates the keys of a file to the fields of Config: aliases, "auto", text as values, names of types.
 
-[Note: dialects] A file with an unknown key, or without a key that only we have, may be written for another engine. Its
-`Dialect` takes the keys that it knows out of the file, with a note or a fault for each. DeepSpeed's dialect is
-`lowtide.deepspeed.dialect`, imported only for these files.
+[Note: dialect] A file may be written for DeepSpeed. `lowtide.deepspeed.dialect` takes the keys that it knows out of the
+file, with a note or a fault for each. It knows none of our keys, so a file with these alone stays as it is.
 
 [Note: text for a value] YAML 1.1 reads 1e-3 as text, and templates write every value as text. For a key that takes a
 number, text that is a finite number as a whole becomes this number. For a key that takes true or false, so do "true"
@@ -10,7 +9,7 @@ and "false". The value must then fit its key as if written without quotes: "5e8"
 text stays text, and the key accepts or refuses it: "yes" and "1" are no booleans, "true" is no number.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, get_args
@@ -131,49 +130,11 @@ class Translation:
         self.notes += [answer for answer in answers if isinstance(answer, str)]
 
 
-class Dialect:
-    """Keys of another engine; this base class knows none. See [Note: dialects]."""
+def deepspeed() -> Any:
+    """Return the module of DeepSpeed's keys: see [Note: dialect]. The engine's only import of that package."""
+    from ...deepspeed import dialect  # it imports this module
 
-    reasons: Mapping[str, str] = {}
-    """Key with a rule -> what to use instead, or why it has no effect."""
-
-    def keys(self) -> Mapping[str, set[type]]:
-        """Return path -> types of the values, for each key."""
-        return {}
-
-    def keys_of(self, section: str) -> list[str]:
-        """Return the names of the keys below a section; "" is the top level."""
-        return []
-
-    def without_unread(self, raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-        """Return the file without keys that its engine never reads, and a note for each."""
-        return raw, []
-
-    def take(
-        self, path: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation
-    ) -> bool:
-        """Translate a key of `section` into `kept` (our values of the section) or `out`. False: the key is unknown."""
-        return False
-
-    def finish(self, out: Translation) -> None:
-        """Translate settings that span several sections."""
-
-    def other_defaults(self, raw: dict[str, object], config: Any) -> list[str]:
-        """Return a note for each missing key with a different default in its engine. config: the checked `Config`."""
-        return []
-
-    def add_to_schema(self, schema: dict[str, Any]) -> None:
-        """Add the keys to the JSON schema."""
-
-
-OWN_WORDS = Dialect()
-
-
-def deepspeed() -> Dialect:
-    """Return DeepSpeed's dialect. The engine's only import of that package."""
-    from ...deepspeed.dialect import DeepSpeed
-
-    return DeepSpeed()
+    return dialect
 
 
 def other_keys(section: str) -> list[str]:
@@ -181,14 +142,6 @@ def other_keys(section: str) -> list[str]:
     prefix = f"{section}." if section else ""
     aliases = (path.removeprefix(prefix) for path in ALIASES if path.startswith(prefix))
     return [*(name for name in aliases if "." not in name), *deepspeed().keys_of(section)]
-
-
-def dialect_of(raw: Mapping[str, Any], fields: type[Section], also: Collection[str] = ()) -> Dialect:
-    """Return the dialect of a file's plain values. also: further paths that must be known."""
-    own = own_keys(fields)
-    # A file with our keys alone may still be DeepSpeed's: the engines share most keys, but not all defaults.
-    is_own = all(path in own for path in also) and _has_own_keys(raw, "", own)
-    return OWN_WORDS if is_own and not says_no_own_word(raw, set(paths_of(raw))) else deepspeed()
 
 
 def says_no_own_word(raw: Mapping[str, Any], paths: set[str]) -> bool:
@@ -208,18 +161,6 @@ def paths_of(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
             yield from paths_of(value, here)
 
 
-def _has_own_keys(section: Mapping[str, Any], path: str, own: Mapping[str, set[type]]) -> bool:
-    for key, value in section.items():
-        here = canonical(join(path, key))
-        # An object can be a value too: `tensor_parallel.plan` has keys that no list knows.
-        if isinstance(value, Mapping) and any(known.startswith(f"{here}.") for known in own):
-            if not _has_own_keys(value, here, own):
-                return False
-        elif here not in own:
-            return False
-    return True
-
-
 def _type(section: object) -> str | None:
     """Return the type of an optimizer or scheduler section, or None."""
     found = section.get("type") if isinstance(section, dict) else None
@@ -233,13 +174,13 @@ def planned(auto_paths: list[str]) -> tuple[str, ...]:
     return tuple(path for path in auto_paths if path in PLANNED or path in PLANNED_BESIDE)
 
 
-def translate(raw: dict[str, object], dialect: Dialect) -> Translation:
+def translate(raw: dict[str, object]) -> Translation:
     """Translate plain values without comments to values of Config's fields, notes and faults."""
     out = Translation({})
     # Each "auto" with a meaning is gone after this: optimizer and scheduler see a missing key in its place.
-    out.values = _walk(raw, "", out, dialect)
+    out.values = _walk(raw, "", out)
     # Before the optimizer is read: `finish` may change its params, for example for DeepSpeed's `bf16_optimizer_states`.
-    dialect.finish(out)
+    deepspeed().finish(out)
     optimizer = out.values.pop("optimizer", None)
     if isinstance(optimizer, dict):
         given = optimizer
@@ -285,7 +226,7 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
         auto_paths[:] = [path for path in auto_paths if path not in unknown]
 
 
-def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dialect) -> dict[str, object]:
+def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, object]:
     """Return a section's keys for Config, without aliases, "auto" and keys of the dialect."""
     kept: dict[str, object] = {}
     for key, value in section.items():
@@ -298,17 +239,17 @@ def _walk(section: dict[str, object], path: str, out: Translation, dialect: Dial
                 continue
             if here in _OLD_NAMES:
                 out.notes.append(f'{here}: read as "{name}", the present name of this key')
-            # From here on the key has our name: the rules of a dialect know a key by a single name.
+            # From here on the key has our name: the rules of the dialect know a key by a single name.
             key, here = name, ALIASES[here]
         if here in REMOVED:
             out.add([_removed(here, value)])
         # The dialect first: null and "auto" may have a meaning for its keys.
-        elif dialect.take(here, value, section, kept, out) or (value is None and here in NULL_IS_DEFAULT):
+        elif deepspeed().take(here, value, section, kept, out) or (value is None and here in NULL_IS_DEFAULT):
             continue
         elif value == "auto" and (here in AUTO or here in BATCH_KEYS or here in PLANNED):
             out.auto_paths.append(here)
         elif isinstance(value, dict):
-            kept[key] = _walk(value, here, out, dialect)
+            kept[key] = _walk(value, here, out)
         else:
             kept[key] = value
     return kept
@@ -348,8 +289,7 @@ def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[d
     ConfigError for a path that no config has. See [Note: text for a value].
     """
     values = {canonical(path): value for path, value in fill.items()}
-    # A path of `fill` by DeepSpeed's name asks for its dialect, even if the file has none of its keys.
-    known = {**own_keys(fields), **dialect_of(raw, fields, list(values)).keys()}
+    known = {**own_keys(fields), **deepspeed().keys()}
     faults = [
         Fault(path, "unknown", f"fill: no config has such a key{did_you_mean(path, known)}")
         for path in fill
@@ -389,7 +329,7 @@ def _with(
         if value == "auto" and here in values:
             value = values[here]
             notes.append(f'{here}: "auto" is {quoted(value)}: it was given as `fill`')
-        # Dialects do not list the switch of each of their sections.
+        # The dialect does not list the switch of each of its sections.
         kinds = known.get(here, {bool} if key == "enabled" else set())
         result[key] = _value(value, here, kinds, notes)
     return result
@@ -421,8 +361,6 @@ def own_keys(fields: type[Section]) -> dict[str, set[type]]:
     # `tiles` may be a number in place of a section. No field has adam_w_mode: `canonical_optimizer` takes it out.
     known = _kinds(fields, "") | {"tiles": {int}, "optimizer.params.adam_w_mode": {bool}}
     known["optimizer.type"] = known["scheduler.type"] = {str}
-    # A removed key is still ours: its file does not ask for another engine's dialect.
-    known |= {section: set() for section in REMOVED}
     for kind, sections in (
         ("optimizer", [one.params for one in OPTIMIZERS.values()]),
         ("scheduler", list(SCHEDULER_PARAMS.values())),

@@ -57,8 +57,6 @@ class OffloadSection(ConfigSection):
 class OffloadOptimizerConfig(OffloadSection):
     """Keep the optimizer state and the fp32 master weights outside of the model's memory. Any stage."""
 
-    path = "zero_optimization.offload_optimizer"
-
     device: Device = "none"
     """Home of the state. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
@@ -108,8 +106,6 @@ class OffloadOptimizerConfig(OffloadSection):
 class OffloadParamConfig(OffloadSection):
     """Keep the parameter shards of stage 3 outside of the model's memory."""
 
-    path = "zero_optimization.offload_param"
-
     device: Device = "none"
     """Home of the shards. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
@@ -134,8 +130,6 @@ class OffloadParamConfig(OffloadSection):
 class ActivationOffloadConfig(OffloadSection):
     """Keep activations that backward needs outside of the model's memory."""
 
-    path = "activation_checkpointing.offload"
-
     device: Device = "none"
     """Home of saved activations. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
@@ -149,8 +143,6 @@ class ActivationOffloadConfig(OffloadSection):
 class ActivationCheckpointingConfig(ConfigSection):
     """Recompute activations in backward instead of keeping them."""
 
-    path = "activation_checkpointing"
-
     every: Int = Field(default=0, ge=0)
     """0: off. 1: recompute every repeated block. k: every k-th block."""
 
@@ -159,8 +151,6 @@ class ActivationCheckpointingConfig(ConfigSection):
 
 class AioConfig(ConfigSection):
     """How files of all "nvme" offloads are read and written."""
-
-    path = "aio"
 
     block_size: Int = Field(default=8 << 20, ge=DRIVE_BLOCK_BYTES, multiple_of=DRIVE_BLOCK_BYTES)
     """Bytes per request, a multiple of 4096."""
@@ -182,8 +172,6 @@ class AioConfig(ConfigSection):
 
 class ZeroConfig(ConfigSection):
     """What is sharded over the data-parallel ranks, and how."""
-
-    path = "zero_optimization"
 
     # `_stage` runs before the validator of `Int`, so each wrong value gets its text.
     stage: Annotated[Int, BeforeValidator(_stage)] = Field(default=0, json_schema_extra={"enum": [0, 1, 2, 3]})

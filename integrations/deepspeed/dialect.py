@@ -1,4 +1,4 @@
-"""Translate DeepSpeed's keys in a config file to lowtide's `Config`. Imported only for a file with these keys.
+"""Translate DeepSpeed's keys in a config file to lowtide's `Config`: the switches below, and `RULES`.
 
 [Note: two defaults] A missing key has the default of docs/config.md, in every file. If DeepSpeed's default differs
 and changes the numbers of a training, a file written for DeepSpeed trains differently here without saying so. So each
@@ -13,13 +13,14 @@ Nothing here imports torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from ..engine.config.errors import Fault, quoted, unknown_key
 from ..engine.config.optimizer import optimizer_name
 from ..engine.config.read import join
 from ..engine.config.scheduler import WarmupDecayLRParams
-from ..engine.config.translate import Dialect, Translation, paths_of, says_no_own_word
+from ..engine.config.translate import Translation, paths_of, says_no_own_word
 from ..optimizers import OPTIMIZERS
 from .rules import RULES, judge, rule_schema
 
@@ -68,96 +69,106 @@ _UNREAD = {
 _ADAM_NAMES = ("adam", *OPTIMIZERS["adam"].deepspeed_names)
 
 
-class DeepSpeed(Dialect):
-    """Translate DeepSpeed's keys that are no fields here: the switches below, and `RULES`."""
+REASONS: Mapping[str, str] = {path: rule.reason for path, rule in RULES.items()}
+"""Key with a rule -> what to use instead, or why it has no effect."""
 
-    reasons: Mapping[str, str] = {path: rule.reason for path, rule in RULES.items()}
 
-    def keys(self) -> Mapping[str, set[type]]:
-        of_rules: dict[str, set[type]] = {"true or false": {bool}, "an integer": {int}, "a number": {float}}
-        known: dict[str, set[type]] = {path: of_rules.get(rule.expected, {str}) for path, rule in RULES.items()}
-        known |= {path: {bool} for path in (*_SWITCHES, "zero_optimization")}
-        known |= {path: {int} for path in (MICS, *(f"flops_profiler.{word}" for word in FLOPS_WORDS))}
-        return known | {_MUON_LR: {float}}
+@cache
+def keys() -> Mapping[str, set[type]]:
+    """Return path -> types of the values, for each key."""
+    of_rules: dict[str, set[type]] = {"true or false": {bool}, "an integer": {int}, "a number": {float}}
+    known: dict[str, set[type]] = {path: of_rules.get(rule.expected, {str}) for path, rule in RULES.items()}
+    known |= {path: {bool} for path in (*_SWITCHES, "zero_optimization")}
+    known |= {path: {int} for path in (MICS, *(f"flops_profiler.{word}" for word in FLOPS_WORDS))}
+    return known | {_MUON_LR: {float}}
 
-    def keys_of(self, section: str) -> list[str]:
-        prefix = f"{section}." if section else ""
-        names = {path.removeprefix(prefix).split(".")[0] for path in _KEYS if path.startswith(prefix)}
-        return sorted(name for name in names if f"{prefix}{name}" in _KEYS)
 
-    def without_unread(self, raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
-        """Remove keys that DeepSpeed never reads, with notes. In a file that is not for DeepSpeed they are errors."""
-        paths = set(paths_of(raw))
-        unread = [path for path in _UNREAD if path in paths] if _is_for_deepspeed(raw, paths) else []
-        kept = dict(raw)
-        for path in unread:
-            section, _, key = path.rpartition(".")
-            if section:
-                inner = kept[section]
-                assert isinstance(inner, dict)
-                kept[section] = {name: value for name, value in inner.items() if name != key}
-            else:
-                del kept[key]
-        return kept, [f"{path}: has no effect here, and DeepSpeed never reads it: {_UNREAD[path]}" for path in unread]
+def keys_of(section: str) -> list[str]:
+    """Return the names of the keys below a section; "" is the top level."""
+    prefix = f"{section}." if section else ""
+    names = {path.removeprefix(prefix).split(".")[0] for path in _KEYS if path.startswith(prefix)}
+    return sorted(name for name in names if f"{prefix}{name}" in _KEYS)
 
-    def take(
-        self, path: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation
-    ) -> bool:
-        if path == "zero_optimization" and isinstance(value, bool):
-            kept[path] = {"stage": int(value)}
-        elif path == MICS:
-            _mics(value, section, kept, out)
-        elif path in RULES:
-            out.add(judge(path, RULES[path], value))
-        elif path in CPU_SWITCHES or path == PIN_SWITCH:
-            _switch(path, value, section, kept, out)
+
+def without_unread(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Remove keys that DeepSpeed never reads, with notes. In a file that is not for DeepSpeed they are errors."""
+    paths = set(paths_of(raw))
+    unread = [path for path in _UNREAD if path in paths] if _is_for_deepspeed(raw, paths) else []
+    kept = dict(raw)
+    for path in unread:
+        section, _, key = path.rpartition(".")
+        if section:
+            inner = kept[section]
+            assert isinstance(inner, dict)
+            kept[section] = {name: value for name, value in inner.items() if name != key}
         else:
-            return False
-        return True
+            del kept[key]
+    return kept, [f"{path}: has no effect here, and DeepSpeed never reads it: {_UNREAD[path]}" for path in unread]
 
-    def finish(self, out: Translation) -> None:
-        _take_profilers(out)
-        _take_bf16_switches(out)
-        _take_quantized(out)
-        _take_muon_lr(out)
 
-    def other_defaults(self, raw: dict[str, object], config: Any) -> list[str]:
-        paths = set(paths_of(raw))
-        if not _is_for_deepspeed(raw, paths):
-            return []
-        theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (config.gradient_clipping, 1.0)}
-        optimizer, scheduler = config.optimizer, config.scheduler
-        if optimizer is not None:
-            for key, value in _their_params(raw, optimizer.type).items():
-                theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
-        if scheduler is not None and isinstance(scheduler.params, WarmupDecayLRParams):
-            theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
-        return [
-            f"{path}: missing, so it is {quoted(here)} here; in DeepSpeed 0.19 it is {quoted(there)}. Write the value "
-            "that you want"
-            for path, (here, there) in theirs.items()
-            if path not in paths and here != there
-        ]
+def take(path: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> bool:
+    """Translate a key of `section` into `kept` (our values of the section) or `out`. False: the key is unknown."""
+    if path == "zero_optimization" and isinstance(value, bool):
+        kept[path] = {"stage": int(value)}
+    elif path == MICS:
+        _mics(value, section, kept, out)
+    elif path in RULES:
+        out.add(judge(path, RULES[path], value))
+    elif path in CPU_SWITCHES or path == PIN_SWITCH:
+        _switch(path, value, section, kept, out)
+    else:
+        return False
+    return True
 
-    def add_to_schema(self, schema: dict[str, Any]) -> None:
-        from ..engine.config.schema import add, allow  # for a single command
 
-        _add_profilers(schema)
-        for path, rule in RULES.items():
-            add(schema, path, rule_schema(rule))
-        for path, section in CPU_SWITCHES.items():
-            add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
-        pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
-        add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
-        mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks are one group."}
-        add(schema, MICS, mics)
-        for path, meaning in (
-            (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),
-            (BF16_STATES, 'optimizer.params.state_dtype "bf16".'),
-            *((path, _bits_of(bits)) for path, bits in QUANTIZED.items()),
-        ):
-            add(schema, path, {"type": ["boolean", "null"], "description": f"true: {meaning}"})
-        allow(schema, "zero_optimization", {"type": "boolean"})
+def finish(out: Translation) -> None:
+    """Translate settings that span several sections."""
+    _take_profilers(out)
+    _take_bf16_switches(out)
+    _take_quantized(out)
+    _take_muon_lr(out)
+
+
+def other_defaults(raw: dict[str, object], config: Any) -> list[str]:
+    """Return a note for each missing key with a different default in DeepSpeed. config: the checked `Config`."""
+    paths = set(paths_of(raw))
+    if not _is_for_deepspeed(raw, paths):
+        return []
+    theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (config.gradient_clipping, 1.0)}
+    optimizer, scheduler = config.optimizer, config.scheduler
+    if optimizer is not None:
+        for key, value in _their_params(raw, optimizer.type).items():
+            theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
+    if scheduler is not None and isinstance(scheduler.params, WarmupDecayLRParams):
+        theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
+    return [
+        f"{path}: missing, so it is {quoted(here)} here; in DeepSpeed 0.19 it is {quoted(there)}. Write the value "
+        "that you want"
+        for path, (here, there) in theirs.items()
+        if path not in paths and here != there
+    ]
+
+
+def add_to_schema(schema: dict[str, Any]) -> None:
+    """Add the keys to the JSON schema."""
+    from ..engine.config.schema import add, allow  # for a single command
+
+    _add_profilers(schema)
+    for path, rule in RULES.items():
+        add(schema, path, rule_schema(rule))
+    for path, section in CPU_SWITCHES.items():
+        add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
+    pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
+    add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
+    mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks are one group."}
+    add(schema, MICS, mics)
+    for path, meaning in (
+        (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),
+        (BF16_STATES, 'optimizer.params.state_dtype "bf16".'),
+        *((path, _bits_of(bits)) for path, bits in QUANTIZED.items()),
+    ):
+        add(schema, path, {"type": ["boolean", "null"], "description": f"true: {meaning}"})
+    allow(schema, "zero_optimization", {"type": "boolean"})
 
 
 def _is_for_deepspeed(raw: Mapping[str, Any], paths: set[str]) -> bool:

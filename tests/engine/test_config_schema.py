@@ -22,7 +22,7 @@ from tests.kit.training import refusal
 OPTIMIZER, PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 ROOT = Path(__file__).resolve().parents[2]
 
-RULES = deepspeed().reasons
+RULES = deepspeed().REASONS
 
 
 @pytest.mark.parametrize("name", [name for name in preset_names() if name != "auto"])

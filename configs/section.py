@@ -1,6 +1,7 @@
 """The base class and the number types of every config section."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -11,6 +12,7 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
+    create_model,
 )
 from pydantic_core import PydanticCustomError
 
@@ -31,6 +33,18 @@ class Section(BaseModel):
     def json_keys(cls) -> list[str]:
         """The keys of this section as they stand in a file."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+
+Key = tuple[Any, Any, str]
+"""A key of a section: its type, its default (...: required), and its description."""
+
+
+def section_of(name: str, text: str, keys: Mapping[str, Key]) -> type[Section]:
+    """Make the class of a section from a table of its keys. text: its docstring."""
+    fields: dict[str, Any] = {
+        key: (kind, Field(default, description=said)) for key, (kind, default, said) in keys.items()
+    }
+    return create_model(name, __base__=Section, __doc__=text, **fields)
 
 
 def _integer(value: object) -> object:

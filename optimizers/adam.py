@@ -3,60 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import c_float
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
-
-from ..configs.section import Bool, Float, Natural
+from ..configs.section import Bool, Key, Natural, NonNegative
 from .optimizer import (
+    CORRECTED,
+    DECAY,
+    L2,
     Apply,
-    Beta,
+    Betas,
     Coefficients,
     Optimizer,
-    OptimizerParams,
     Options,
     State,
-    StateDtype,
+    epsilon,
     lerp_coefficients,
+    rate,
+    state_dtype,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class MomentParams(OptimizerParams):
-    """The keys that Adam and its variants share."""
-
-    lr: Float = Field(default=1e-3, ge=0)
-    """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its square."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which both moments are kept."""
+_Float32 = Literal["fp32"]
+MOMENT_KEYS: Mapping[str, Key] = {  # of Adam and its variants
+    "lr": rate(1e-3),
+    "betas": (Betas, (0.9, 0.999), "Decay of the running mean of the gradient and of its square."),
+    "eps": epsilon(1e-8),
+    "weight_decay": L2,
+    "state_dtype": state_dtype("both moments are"),
+}
 
 
 # Adam, with decoupled decay (AdamW) or decay in the gradient. Sources: arXiv 1412.6980 and 1711.05101.
-
-
-class AdamParams(MomentParams):
-    """Keyword arguments of Adam (decay added to the gradient). Source: torch.optim.Adam."""
-
-    bias_correction: Bool = True
-    """Whether both moments are corrected for their start at zero, as in the paper."""
-
-
-class AdamWParams(AdamParams):
-    """Keyword arguments of AdamW (decay apart from the gradient). Source: torch.optim.AdamW."""
-
-    weight_decay: Float = Field(default=1e-2, ge=0)
-    """Decay of the parameters per step, times the learning rate."""
 
 
 def _apply(decoupled: bool) -> Apply:
@@ -102,11 +85,13 @@ def _coefficients(decoupled: bool) -> Coefficients:
 
 # (0, 0): the mean keeps its value. eps is 1, since 0 / (sqrt(0) + 0) would be NaN, and NaN times a step of 0 too.
 _IDLE_MOMENTS = (0.0, 0.0, 1.0, 0.0, 1.0, 1.0, 0.0)
+_DECOUPLED: Key = (Bool, False, "Whether the decay is apart from the gradient, as in AdamW.")
 _MOMENTS = (State("exp_avg"), State("exp_avg_sq", is_mean_of_squares=True))
 
 ADAMW = Optimizer(
     title="AdamW",
-    params=AdamWParams,
+    text="Keyword arguments of AdamW (decay apart from the gradient). Source: torch.optim.AdamW.",
+    keys={**MOMENT_KEYS, "weight_decay": (NonNegative, 1e-2, DECAY[2]), "bias_correction": CORRECTED},
     states=_MOMENTS,
     apply=_apply(decoupled=True),
     coefficients=_coefficients(decoupled=True),
@@ -119,7 +104,8 @@ ADAMW = Optimizer(
 )
 ADAM = Optimizer(
     title="Adam",
-    params=AdamParams,
+    text="Keyword arguments of Adam (decay added to the gradient). Source: torch.optim.Adam.",
+    keys={**MOMENT_KEYS, "bias_correction": CORRECTED},
     states=_MOMENTS,
     apply=_apply(decoupled=False),
     coefficients=_coefficients(decoupled=False),
@@ -131,19 +117,6 @@ ADAM = Optimizer(
 
 
 # Adamax: Adam with the largest gradient in place of the root. Source: arXiv 1412.6980, section 7.
-
-
-class AdamaxParams(MomentParams):
-    """Keyword arguments of Adamax. Source: torch.optim.Adamax."""
-
-    lr: Float = Field(default=2e-3, ge=0)
-    """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    """Decay of the running mean of the gradient and of its maximum."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the size of a gradient."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which both are kept."""
 
 
 def _adamax(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -159,7 +132,14 @@ def _adamax(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Te
 
 ADAMAX = Optimizer(
     title="Adamax",
-    params=AdamaxParams,
+    text="Keyword arguments of Adamax. Source: torch.optim.Adamax.",
+    keys={
+        **MOMENT_KEYS,
+        "lr": rate(2e-3),
+        "betas": (Betas, (0.9, 0.999), "Decay of the running mean of the gradient and of its maximum."),
+        "eps": epsilon(1e-8, "Added to the size of a gradient."),
+        "state_dtype": state_dtype("both are"),
+    },
     # No mean of squares, but likewise never negative and a divisor: see `State`.
     states=(State("exp_avg"), State("exp_inf", is_mean_of_squares=True)),
     apply=_adamax,
@@ -175,17 +155,6 @@ def _decayed(weight: Tensor, gradient: Tensor, options: Options) -> Tensor:
 
 
 # NAdam: Adam with Nesterov momentum. Source: Dozat, ICLR 2016 workshop, as torch has it.
-
-
-class NAdamParams(MomentParams):
-    """Keyword arguments of NAdam. Source: torch.optim.NAdam."""
-
-    lr: Float = Field(default=2e-3, ge=0)
-    """Learning rate."""
-    momentum_decay: Float = Field(default=4e-3, ge=0)
-    """Decay of the momentum with the step."""
-    decoupled_weight_decay: Bool = False
-    """Whether the decay is apart from the gradient, as in AdamW."""
 
 
 def _momentum(beta1: float, decay: float, step: int) -> float:
@@ -221,20 +190,19 @@ def _nadam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Ten
 
 NADAM = Optimizer(
     title="NAdam",
-    params=NAdamParams,
+    text="Keyword arguments of NAdam. Source: torch.optim.NAdam.",
+    keys={
+        **MOMENT_KEYS,
+        "lr": rate(2e-3),
+        "momentum_decay": (NonNegative, 4e-3, "Decay of the momentum with the step."),
+        "decoupled_weight_decay": _DECOUPLED,
+    },
     states=_MOMENTS,
     apply=_nadam,
 )
 
 
 # RAdam: Adam that adapts only once the variance of its step is known. Source: arXiv 1908.03265.
-
-
-class RAdamParams(MomentParams):
-    """Keyword arguments of RAdam. Source: torch.optim.RAdam."""
-
-    decoupled_weight_decay: Bool = False
-    """Whether the decay is apart from the gradient, as in AdamW."""
 
 
 def _rectification(beta2: float, step: int) -> float | None:
@@ -265,7 +233,8 @@ def _radam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Ten
 
 RADAM = Optimizer(
     title="RAdam",
-    params=RAdamParams,
+    text="Keyword arguments of RAdam. Source: torch.optim.RAdam.",
+    keys={**MOMENT_KEYS, "decoupled_weight_decay": _DECOUPLED},
     states=_MOMENTS,
     apply=_radam,
 )
@@ -273,17 +242,6 @@ RADAM = Optimizer(
 
 # 1-bit Adam: ranks send a bit for each element. Source: arXiv 2102.02888. Defaults are DeepSpeed's, and like
 # DeepSpeed's its moments are not corrected in the first steps.
-
-
-class OneBitAdamParams(MomentParams):
-    """Keyword arguments of 1-bit Adam. Source: arXiv 2102.02888."""
-
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the parameters per step, times the learning rate."""
-    state_dtype: Literal["fp32"] = "fp32"
-    """The type in which both moments are kept."""
-    freeze_step: Natural = 100_000
-    """Steps of the warm-up with Adam. After it the second moment is frozen, and ranks send signs of momenta."""
 
 
 def onebit_direction(weight: Tensor, mean: Tensor, squares: Tensor, options: Options) -> Tensor:
@@ -302,7 +260,17 @@ def _onebit_adam(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], ste
 
 ONEBIT_ADAM = Optimizer(
     title="OneBitAdam",
-    params=OneBitAdamParams,
+    text="Keyword arguments of 1-bit Adam. Source: arXiv 2102.02888.",
+    keys={
+        **MOMENT_KEYS,
+        "weight_decay": DECAY,
+        "state_dtype": (_Float32, "fp32", "The type in which both moments are kept."),
+        "freeze_step": (
+            Natural,
+            100_000,
+            "Steps of the warm-up with Adam. After it the second moment is frozen, and ranks send signs of momenta.",
+        ),
+    },
     states=_MOMENTS,
     apply=_onebit_adam,
     sends_signs=True,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from ..configs.section import Float, Section
+from ..configs.section import Bool, Float, Key, NonNegative, Section, section_of
 
 if TYPE_CHECKING:
     import torch
@@ -26,16 +26,27 @@ Apply = Callable[["Tensor", "Tensor", "Sequence[Tensor]", "Tensor", Options], No
 Coefficients = Callable[[Options, int], tuple[float, ...]]
 
 Beta = Annotated[Float, Field(ge=0, lt=1)]
+Betas = tuple[Beta, Beta]
 StateDtype = Literal["fp32", "bf16", "int8"]
 MAX_COEFFICIENTS = 8
 
 
-class OptimizerParams(Section):
-    """The keys of `optimizer.params`, each with a default. Every optimizer has `lr` and `state_dtype`."""
+CORRECTED: Key = (Bool, True, "Whether both moments are corrected for their start at zero, as in the paper.")
+L2: Key = (NonNegative, 0.0, "L2 penalty, added to the gradient.")
+DECAY: Key = (NonNegative, 0.0, "Decay of the parameters per step, times the learning rate.")
 
-    def conflicts(self) -> list[tuple[str, str]]:
-        """Return (key, need and found value) of each key that contradicts another key."""
-        return []
+
+def rate(default: float) -> Key:
+    return NonNegative, default, "Learning rate."
+
+
+def epsilon(default: float, text: str = "Added to the denominator.") -> Key:
+    return NonNegative, default, text
+
+
+def state_dtype(what: str) -> Key:
+    """what: "both are", for example."""
+    return StateDtype, "fp32", f"The type in which {what} kept."
 
 
 @dataclass(frozen=True)
@@ -78,10 +89,13 @@ class Optimizer:
     counted from 1. It specifies the kernels. With `whole`, weight becomes the direction of the update.
     coefficients(options, step): at most MAX_COEFFICIENTS numbers, in the order of the C++ and Triton kernels, which
     know the optimizer by its name. None: no kernel. idle: the coefficients with which a zero gradient changes nothing.
+    keys: of `optimizer.params`, each with a default; every optimizer has `lr` and `state_dtype`. text: describes them.
+    conflicts(params): returns (key, need and found value) of each key that contradicts another key.
     """
 
     title: str  # "AdamW"; configs and checkpoints use the name "adamw"
-    params: type[OptimizerParams]
+    text: str
+    keys: Mapping[str, Key]
     states: tuple[State, ...]
     apply: Apply
     coefficients: Coefficients | None = None
@@ -93,10 +107,16 @@ class Optimizer:
     torch_options: Options = field(default_factory=dict)  # values of that class's options beside ours
     deepspeed_names: tuple[str, ...] = ()  # more type names in DeepSpeed files, in lower case
     deepspeed_defaults: Options = field(default_factory=dict)  # DeepSpeed's defaults that differ from ours
+    conflicts: Callable[[Any], list[tuple[str, str]]] = lambda params: []
 
     @cached_property
     def name(self) -> str:
         return self.title.lower()
+
+    @cached_property
+    def params(self) -> type[Section]:
+        """The class of `optimizer.params`."""
+        return section_of(f"{self.title}Params", self.text, self.keys)
 
     @property
     def why_no_state(self) -> str:

@@ -3,41 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ..configs.section import Bool, Float
-from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, lerp_coefficients
+from ..configs.section import Bool, Float, Key, NonNegative
+from .optimizer import DECAY, L2, Beta, Betas, Optimizer, Options, State, epsilon, lerp_coefficients, rate, state_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_Share = Annotated[NonNegative, Field(le=1)]
+_MOMENTUM: Key = (NonNegative, 0.0, "Momentum factor.")
 
 
 # SGD, with or without momentum, as torch has it.
 
 
-class SGDParams(OptimizerParams):
-    """Keyword arguments of SGD. Source: torch.optim.SGD."""
-
-    lr: Float = Field(default=1e-3, ge=0)
-    """Learning rate."""
-    momentum: Float = Field(default=0.0, ge=0)
-    """Momentum factor."""
-    dampening: Float = 0.0
-    """Dampening of the momentum."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
-    nesterov: Bool = False
-    """Nesterov momentum. Needs momentum above 0 and dampening 0."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which the momentum is kept."""
-
-    def conflicts(self) -> list[tuple[str, str]]:
-        if not self.nesterov or (self.momentum != 0 and self.dampening == 0):
-            return []
-        found = f"found momentum {self.momentum} and dampening {self.dampening}"
-        return [("nesterov", f"needs momentum above 0 and dampening 0, {found}")]
+def _sgd_conflicts(params: Any) -> list[tuple[str, str]]:
+    if not params.nesterov or (params.momentum != 0 and params.dampening == 0):
+        return []
+    found = f"found momentum {params.momentum} and dampening {params.dampening}"
+    return [("nesterov", f"needs momentum above 0 and dampening 0, {found}")]
 
 
 def _sgd(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -75,7 +62,16 @@ def _sgd_coefficients(options: Options, step: int) -> tuple[float, ...]:
 
 SGD = Optimizer(
     title="SGD",
-    params=SGDParams,
+    text="Keyword arguments of SGD. Source: torch.optim.SGD.",
+    keys={
+        "lr": rate(1e-3),
+        "momentum": _MOMENTUM,
+        "dampening": (Float, 0.0, "Dampening of the momentum."),
+        "weight_decay": L2,
+        "nesterov": (Bool, False, "Nesterov momentum. Needs momentum above 0 and dampening 0."),
+        "state_dtype": state_dtype("the momentum is"),
+    },
+    conflicts=_sgd_conflicts,
     states=(State("momentum_buffer", needed_option="momentum"),),
     apply=_sgd,
     coefficients=_sgd_coefficients,
@@ -87,19 +83,6 @@ SGD = Optimizer(
 
 
 # Lion: steps of equal size, in the sign of a mean of gradients. Source: arXiv 2302.06675, program 1.
-
-
-class LionParams(OptimizerParams):
-    """Keyword arguments of Lion, with the defaults of the paper (torch has none). Source: arXiv 2302.06675."""
-
-    lr: Float = Field(default=1e-4, ge=0)
-    """Learning rate."""
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
-    """Mixing factor of the update, and decay of the momentum."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the parameters per step, times the learning rate."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which the momentum is kept."""
 
 
 def _lion(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -120,7 +103,13 @@ def _lion_coefficients(options: Options, step: int) -> tuple[float, ...]:
 
 LION = Optimizer(
     title="Lion",
-    params=LionParams,
+    text="Keyword arguments of Lion, with the defaults of the paper (torch has none). Source: arXiv 2302.06675.",
+    keys={
+        "lr": rate(1e-4),
+        "betas": (Betas, (0.9, 0.99), "Mixing factor of the update, and decay of the momentum."),
+        "weight_decay": DECAY,
+        "state_dtype": state_dtype("the momentum is"),
+    },
     states=(State("exp_avg"),),
     apply=_lion,
     coefficients=_lion_coefficients,
@@ -132,23 +121,6 @@ LION = Optimizer(
 
 
 # Adagrad: gradients over the root of the sum of all their squares. Source: Duchi et al., JMLR 12, 2011.
-
-
-class AdagradParams(OptimizerParams):
-    """Keyword arguments of Adagrad. Source: torch.optim.Adagrad."""
-
-    lr: Float = Field(default=1e-2, ge=0)
-    """Learning rate."""
-    lr_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the learning rate with the step."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
-    initial_accumulator_value: Float = Field(default=0.0, ge=0)
-    """Start value of the sum of squares."""
-    eps: Float = Field(default=1e-10, ge=0)
-    """Added to the denominator."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which the sum of squares is kept."""
 
 
 def _adagrad(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -176,7 +148,15 @@ def _adagrad_coefficients(options: Options, step: int) -> tuple[float, ...]:
 
 ADAGRAD = Optimizer(
     title="Adagrad",
-    params=AdagradParams,
+    text="Keyword arguments of Adagrad. Source: torch.optim.Adagrad.",
+    keys={
+        "lr": rate(1e-2),
+        "lr_decay": (NonNegative, 0.0, "Decay of the learning rate with the step."),
+        "weight_decay": L2,
+        "initial_accumulator_value": (NonNegative, 0.0, "Start value of the sum of squares."),
+        "eps": epsilon(1e-10),
+        "state_dtype": state_dtype("the sum of squares is"),
+    },
     states=(State("sum", is_mean_of_squares=True, start_option="initial_accumulator_value"),),
     apply=_adagrad,
     coefficients=_adagrad_coefficients,
@@ -190,29 +170,11 @@ ADAGRAD = Optimizer(
 # RMSprop: gradients over the root of a running mean of their squares, as torch has it.
 
 
-class RMSpropParams(OptimizerParams):
-    """Keyword arguments of RMSprop. Source: torch.optim.RMSprop."""
-
-    lr: Float = Field(default=1e-2, ge=0)
-    """Learning rate."""
-    alpha: Float = Field(default=0.99, ge=0, lt=1)
-    """Decay of the running mean of squares."""
-    eps: Float = Field(default=1e-8, ge=0)
-    """Added to the denominator."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
-    momentum: Float = Field(default=0.0, ge=0)
-    """Momentum factor."""
-    centered: Bool = False
-    """Whether the squares are of the gradient's distance from its mean. Needs state_dtype fp32."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which the running means are kept."""
-
-    def conflicts(self) -> list[tuple[str, str]]:
-        if not self.centered or self.state_dtype == "fp32":
-            return []
-        # The variance E[g^2] - E[g]^2 of rounded means may be negative, and its root a NaN.
-        return [("centered", f'needs state_dtype "fp32", found "{self.state_dtype}"')]
+def _rmsprop_conflicts(params: Any) -> list[tuple[str, str]]:
+    if not params.centered or params.state_dtype == "fp32":
+        return []
+    # The variance E[g^2] - E[g]^2 of rounded means may be negative, and its root a NaN.
+    return [("centered", f'needs state_dtype "fp32", found "{params.state_dtype}"')]
 
 
 def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -234,7 +196,21 @@ def _rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: T
 
 RMSPROP = Optimizer(
     title="RMSprop",
-    params=RMSpropParams,
+    text="Keyword arguments of RMSprop. Source: torch.optim.RMSprop.",
+    keys={
+        "lr": rate(1e-2),
+        "alpha": (Beta, 0.99, "Decay of the running mean of squares."),
+        "eps": epsilon(1e-8),
+        "weight_decay": L2,
+        "momentum": _MOMENTUM,
+        "centered": (
+            Bool,
+            False,
+            "Whether the squares are of the gradient's distance from its mean. Needs state_dtype fp32.",
+        ),
+        "state_dtype": state_dtype("the running means are"),
+    },
+    conflicts=_rmsprop_conflicts,
     states=(
         State("square_avg", is_mean_of_squares=True),
         State("momentum_buffer", needed_option="momentum"),
@@ -245,21 +221,6 @@ RMSPROP = Optimizer(
 
 
 # Adadelta: steps as large as those before them. Source: arXiv 1212.5701.
-
-
-class AdadeltaParams(OptimizerParams):
-    """Keyword arguments of Adadelta. Source: torch.optim.Adadelta."""
-
-    lr: Float = Field(default=1.0, ge=0)
-    """Factor of each step."""
-    rho: Float = Field(default=0.9, ge=0, le=1)
-    """Decay of both running means of squares."""
-    eps: Float = Field(default=1e-6, ge=0)
-    """Added to both before their roots are taken."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """L2 penalty, added to the gradient."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which both are kept."""
 
 
 def _adadelta(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -275,7 +236,14 @@ def _adadelta(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: 
 
 ADADELTA = Optimizer(
     title="Adadelta",
-    params=AdadeltaParams,
+    text="Keyword arguments of Adadelta. Source: torch.optim.Adadelta.",
+    keys={
+        "lr": (NonNegative, 1.0, "Factor of each step."),
+        "rho": (_Share, 0.9, "Decay of both running means of squares."),
+        "eps": epsilon(1e-6, "Added to both before their roots are taken."),
+        "weight_decay": L2,
+        "state_dtype": state_dtype("both are"),
+    },
     states=(State("square_avg", is_mean_of_squares=True), State("acc_delta", is_mean_of_squares=True)),
     apply=_adadelta,
 )

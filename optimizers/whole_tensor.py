@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
 from ..configs.section import Bool, Float, NonNegative, Positive
-from .adam import ADAMW, MomentParams
-from .optimizer import Beta, Optimizer, OptimizerParams, Options, State, StateDtype, WholeTensorRule
+from .adam import ADAMW, MOMENT_KEYS
+from .optimizer import (
+    CORRECTED,
+    DECAY,
+    Beta,
+    Betas,
+    Optimizer,
+    Options,
+    State,
+    StateDtype,
+    WholeTensorRule,
+    epsilon,
+    state_dtype,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+_OrNull = NonNegative | None
+_Bounds = tuple[NonNegative | None, NonNegative]
+_AtLeastOne = Annotated[Float, Field(ge=1)]
+_NotPositive = Annotated[Float, Field(le=0)]
 
 
 # LAMB: Adam with steps in proportion to the parameter's norm. Source: arXiv 1904.00962, algorithm 2.
 
 
-class LambParams(MomentParams):
-    """Keyword arguments of LAMB. Source: arXiv 1904.00962; the bounds are DeepSpeed's."""
-
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the parameters, added to the step before it is scaled."""
-    bias_correction: Bool = True
-    """Whether both moments are corrected for their start at zero, as in the paper."""
-    max_coeff: Float = Field(default=10.0, ge=0)
-    """Upper bound of a step's scale, the norm of the parameter over the norm of the step."""
-    min_coeff: Float = Field(default=0.01, ge=0)
-    """Lower bound of a step's scale."""
-
-    def conflicts(self) -> list[tuple[str, str]]:
-        if self.min_coeff <= self.max_coeff:
-            return []
-        return [("min_coeff", f"expected at most max_coeff ({self.max_coeff:g}), found {self.min_coeff:g}")]
+def _lamb_conflicts(params: Any) -> list[tuple[str, str]]:
+    if params.min_coeff <= params.max_coeff:
+        return []
+    return [("min_coeff", f"expected at most max_coeff ({params.max_coeff:g}), found {params.min_coeff:g}")]
 
 
 def _lamb_direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -61,7 +66,19 @@ def _lamb_finish(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], ste
 
 LAMB = Optimizer(
     title="Lamb",
-    params=LambParams,
+    text="Keyword arguments of LAMB. Source: arXiv 1904.00962; the bounds are DeepSpeed's.",
+    keys={
+        **MOMENT_KEYS,
+        "weight_decay": (NonNegative, 0.0, "Decay of the parameters, added to the step before it is scaled."),
+        "bias_correction": CORRECTED,
+        "max_coeff": (
+            NonNegative,
+            10.0,
+            "Upper bound of a step's scale, the norm of the parameter over the norm of the step.",
+        ),
+        "min_coeff": (NonNegative, 0.01, "Lower bound of a step's scale."),
+    },
+    conflicts=_lamb_conflicts,
     states=(State("exp_avg"), State("exp_avg_sq", is_mean_of_squares=True)),
     apply=_lamb_direction,
     whole=WholeTensorRule(finish=_lamb_finish, ratio=_lamb_ratio),
@@ -72,29 +89,6 @@ LAMB = Optimizer(
 
 # Muon: orthogonalised momentum for matrices, AdamW for all other parameters. Source: Keller Jordan, 2024,
 # kellerjordan.github.io/posts/muon, and the code of github.com/KellerJordan/Muon, whose coefficients these are.
-
-
-class MuonParams(OptimizerParams):
-    """Keyword arguments of Muon, for matrices, and of the AdamW beside it. Source: github.com/KellerJordan/Muon."""
-
-    lr: Float = Field(default=0.02, ge=0)
-    """Learning rate of matrices: about the spectral norm of a step."""
-    momentum: Beta = 0.95
-    """Decay of the running mean of the gradient."""
-    nesterov: Bool = True
-    """Whether the gradient is mixed into the mean once more."""
-    ns_steps: Positive = 5
-    """Newton-Schulz iterations of an orthogonalisation."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the parameters per step, times the learning rate."""
-    adam_lr: Float | None = Field(default=None, ge=0)
-    """Learning rate of embeddings, heads and vectors, which AdamW updates. null: `lr`."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """Of AdamW: decay of the running mean of the gradient and of its square."""
-    eps: Float = Field(default=1e-10, ge=0)
-    """Of AdamW: added to the denominator."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which momentum and moments are kept."""
 
 
 def _muon_direction(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
@@ -137,7 +131,18 @@ def _muon_finish(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], ste
 
 MUON = Optimizer(
     title="Muon",
-    params=MuonParams,
+    text="Keyword arguments of Muon, for matrices, and of the AdamW beside it. Source: github.com/KellerJordan/Muon.",
+    keys={
+        "lr": (NonNegative, 0.02, "Learning rate of matrices: about the spectral norm of a step."),
+        "momentum": (Beta, 0.95, "Decay of the running mean of the gradient."),
+        "nesterov": (Bool, True, "Whether the gradient is mixed into the mean once more."),
+        "ns_steps": (Positive, 5, "Newton-Schulz iterations of an orthogonalisation."),
+        "weight_decay": DECAY,
+        "adam_lr": (_OrNull, None, "Learning rate of embeddings, heads and vectors, which AdamW updates. null: `lr`."),
+        "betas": (Betas, (0.9, 0.95), "Of AdamW: decay of the running mean of the gradient and of its square."),
+        "eps": epsilon(1e-10, "Of AdamW: added to the denominator."),
+        "state_dtype": state_dtype("momentum and moments are"),
+    },
     states=(
         State("momentum_buffer", needed_option="is_matrix"),
         State("exp_avg", needed_option="is_other"),
@@ -155,27 +160,6 @@ MUON = Optimizer(
 
 
 _EPS = 2.0**-23  # of float32
-
-
-class AdafactorParams(OptimizerParams):
-    """Keyword arguments of torch.optim.Adafactor, and what Hugging Face's can leave out."""
-
-    lr: Float = Field(default=1e-2, ge=0)
-    """The largest relative step."""
-    beta2_decay: Float = Field(default=-0.8, le=0)
-    """Second moments weigh step t with t to this power: step 1,000 with 0.004 by default."""
-    eps: tuple[NonNegative | None, NonNegative] = (None, 1e-3)
-    """Lower bounds of the root of a second moment (null: float32's epsilon) and of a parameter's root mean square."""
-    d: Float = Field(default=1.0, ge=1)
-    """Largest root mean square of a step before it is scaled. Hugging Face: clip_threshold."""
-    weight_decay: Float = Field(default=0.0, ge=0)
-    """Decay of the parameters per step, times the learning rate."""
-    scale_parameter: Bool = True
-    """Whether steps are multiplied by the parameter's root mean square."""
-    relative_step: Bool = True
-    """Whether the step is at most 1 / sqrt(t)."""
-    state_dtype: StateDtype = "fp32"
-    """The type in which second moments of vectors are kept. Those of rows and columns are float32."""
 
 
 def _least(options: Options) -> float:
@@ -237,7 +221,34 @@ def _adafactor_finish(
 
 ADAFACTOR = Optimizer(
     title="Adafactor",
-    params=AdafactorParams,
+    text="Keyword arguments of torch.optim.Adafactor, and what Hugging Face's can leave out.",
+    keys={
+        "lr": (NonNegative, 1e-2, "The largest relative step."),
+        "beta2_decay": (
+            _NotPositive,
+            -0.8,
+            "Second moments weigh step t with t to this power: step 1,000 with 0.004 by default.",
+        ),
+        "eps": (
+            _Bounds,
+            (None, 1e-3),
+            "Lower bounds of the root of a second moment (null: float32's epsilon) and of a parameter's root mean "
+            "square.",
+        ),
+        "d": (
+            _AtLeastOne,
+            1.0,
+            "Largest root mean square of a step before it is scaled. Hugging Face: clip_threshold.",
+        ),
+        "weight_decay": DECAY,
+        "scale_parameter": (Bool, True, "Whether steps are multiplied by the parameter's root mean square."),
+        "relative_step": (Bool, True, "Whether the step is at most 1 / sqrt(t)."),
+        "state_dtype": (
+            StateDtype,
+            "fp32",
+            "The type in which second moments of vectors are kept. Those of rows and columns are float32.",
+        ),
+    },
     states=(State("variance", needed_option="is_other", is_mean_of_squares=True),),
     apply=_adafactor_direction,
     whole=WholeTensorRule(

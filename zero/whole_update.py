@@ -251,7 +251,7 @@ class WholeUpdate(FusedUpdate):
     @cached_property
     def _finish(self) -> Optimizer:
         """The last pass, as an optimizer without states."""
-        return Optimizer(self.optimizer.title, self.optimizer.params, (), self._whole.finish, keeps_step=False)
+        return Optimizer(self.optimizer.title, "", {}, (), self._whole.finish, keeps_step=False)
 
     @cached_property
     def _beside(self) -> FusedUpdate | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...kernels.dispatch import Backend
 from ...optimizers import OPTIMIZERS
-from ...optimizers.optimizer import Optimizer, OptimizerParams, Options, WholeTensorRule
+from ...optimizers.optimizer import Optimizer, Options, WholeTensorRule
 from ...zero.fused_update import FusedUpdate
 from ...zero.master_weights import MasterWeights
 from ...zero.plan import GroupPlan, Role
@@ -232,7 +232,7 @@ def _divided(
 def _do_nothing(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None: ...
 
 
-_NOTHING = Optimizer("None", OptimizerParams, states=(), apply=_do_nothing, keeps_step=False)
+_NOTHING = Optimizer("None", text="", keys={}, states=(), apply=_do_nothing, keeps_step=False)
 """The optimizer of an engine without one: it has no parameters."""
 
 

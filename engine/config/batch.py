@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Int, NonNegative, Positive
-from .errors import ConfigSection, Fault, no_effect
+from .errors import Fault, SwitchedSection, no_effect
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -224,11 +224,8 @@ def batch_keys(config: Any) -> dict[str, int]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-class ElasticityConfig(ConfigSection):
+class ElasticityConfig(SwitchedSection):
     """A global batch for many numbers of ranks: see docs/config.md. Batch sizes are not given with it."""
-
-    enabled: Bool = False
-    """Turns it on."""
 
     max_train_batch_size: _BatchLimit | None = None
     """The largest global batch. Required if enabled."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any, ClassVar, Literal
 
-from ...configs.section import Section
+from ...configs.section import Bool, Section
 
 FaultKind = Literal[
     "file",  # the file is missing or cannot be read
@@ -151,13 +151,16 @@ class ConfigSection(Section):
     path: ClassVar[str] = ""
     """The path of the section in a file. `config.py` sets it for each section of `Config`."""
 
+    def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
+        # Pickled as values: the class of `params` is made of a table (`section_of`), and pickle would not find it.
+        return type(self).model_validate, (self.model_dump(),)
+
     def faults(self, config: Any) -> list[Fault]:
         return []
 
     def notes(self, config: Any) -> list[str]:
-        """Return notes on keys without effect: by default on all keys of a section with `enabled` false."""
-        # A section without a switch is always on.
-        return [] if getattr(self, "enabled", True) else self.idle(f"{self.path}.enabled is false")
+        """Return notes on keys without effect."""
+        return []
 
     def idle(self, reason: str, but: tuple[str, ...] = (), only: tuple[str, ...] = ()) -> list[str]:
         """Return a note for each key that differs from its default; `but` excludes keys and `only` selects them."""
@@ -167,3 +170,13 @@ class ConfigSection(Section):
             for key, field in type(self).model_fields.items()
             if getattr(self, key) != field.default and key not in but and (not only or key in only)
         ]
+
+
+class SwitchedSection(ConfigSection):
+    """A section that does nothing unless it is on."""
+
+    enabled: Bool = False
+    """Turns it on."""
+
+    def notes(self, config: Any) -> list[str]:
+        return [] if self.enabled else self.idle(f"{self.path}.enabled is false")

@@ -4,8 +4,9 @@ from typing import Any
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 
+from ...configs.section import Section
 from ...optimizers import OPTIMIZERS
-from ...optimizers.optimizer import OptimizerParams, State, StateDtype
+from ...optimizers.optimizer import State, StateDtype
 from .errors import ConfigSection, Fault, did_you_mean, needs, no_effect, quoted, type_in
 
 
@@ -16,7 +17,7 @@ class OptimizerConfig(ConfigSection):
     type: str
     """Name of the optimizer, in upper or lower case."""
     # SerializeAsAny: else a dump has only the base class's fields. validate_default: for the defaults of the type.
-    params: SerializeAsAny[OptimizerParams] = Field(default_factory=OptimizerParams, validate_default=True)
+    params: SerializeAsAny[Section] = Field(default_factory=Section, validate_default=True)
 
     @field_validator("type")
     @classmethod
@@ -31,7 +32,7 @@ class OptimizerConfig(ConfigSection):
         if "type" not in info.data:  # reported as a separate error
             return value
         # The field's default is of the base class. It stands for the defaults of the type.
-        given = value.model_dump() if type(value) is OptimizerParams else value
+        given = value.model_dump() if type(value) is Section else value
         return OPTIMIZERS[info.data["type"]].params.model_validate(given)
 
     @property
@@ -41,7 +42,7 @@ class OptimizerConfig(ConfigSection):
 
     @property
     def state_dtype(self) -> StateDtype:
-        # Each optimizer's class has this field, but the base class has no fields.
+        # Each optimizer has this key, but the base class has no fields.
         dtype: StateDtype = self.params.model_dump()["state_dtype"]
         return dtype
 
@@ -51,7 +52,8 @@ class OptimizerConfig(ConfigSection):
         return OPTIMIZERS[self.type].states_for(self.options)
 
     def faults(self, config: Any) -> list[Fault]:
-        found = [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in self.params.conflicts()]
+        said = OPTIMIZERS[self.type].conflicts(self.params)
+        found = [Fault(f"optimizer.params.{key}", "conflict", message) for key, message in said]
         return found + _conflicts(self.type, config)
 
     def notes(self, config: Any) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, ValidationInfo, field_validator
 
-from ...configs.section import Bool, Float, Int, Natural, NonNegative, Positive, Section
+from ...configs.section import Bool, Float, Int, Key, Natural, NonNegative, Positive, Section, section_of
 from .errors import ConfigSection, Fault, did_you_mean, quoted, type_in
 
 
@@ -115,79 +115,56 @@ class LRRangeTestParams(Section):
     """Grow only at the end of each interval."""
 
 
-class StepLRParams(Section):
-    """torch's StepLR: times gamma every `step_size` steps."""
-
-    step_size: Positive
-    """Steps between decays. Required."""
-    gamma: NonNegative = 0.1
-    """Decay factor."""
-
-
-class MultiStepLRParams(Section):
-    """torch's MultiStepLR: times gamma at each milestone."""
-
-    milestones: tuple[Natural, ...]
-    """Steps of the decays. Required."""
-    gamma: NonNegative = 0.1
-    """Decay factor."""
-
-
-class ExponentialLRParams(Section):
-    """torch's ExponentialLR: times gamma each step."""
-
-    gamma: NonNegative
-    """Decay factor. Required."""
-
-
-class CosineAnnealingLRParams(Section):
-    """torch's CosineAnnealingLR: half a cosine down, and up again."""
-
-    T_max: Positive
-    """Steps of half a cosine. Required."""
-    eta_min: NonNegative = 0.0
-    """Smallest learning rate."""
-
-
-class CosineAnnealingWarmRestartsParams(Section):
-    """torch's CosineAnnealingWarmRestarts: half a cosine down, then from the top again."""
-
-    T_0: Positive
-    """Steps to the first restart. Required."""
-    T_mult: Positive = 1
-    """Growth factor of the periods."""
-    eta_min: NonNegative = 0.0
-    """Smallest learning rate."""
-
-
-class LinearLRParams(Section):
-    """torch's LinearLR: a straight line between two factors."""
-
-    start_factor: Float = Field(default=1.0 / 3, gt=0, le=1)
-    """Factor of the first update."""
-    end_factor: Float = Field(default=1.0, ge=0, le=1)
-    """Factor from total_iters on."""
-    total_iters: Positive = 5
-    """Number of steps with a factor."""
-
-
-class ConstantLRParams(Section):
-    """torch's ConstantLR: a factor for the first steps."""
-
-    factor: Float = Field(default=1.0 / 3, ge=0, le=1)
-    """Factor of the first steps."""
-    total_iters: Natural = 5
-    """Number of steps with a factor."""
-
-
-class PolynomialLRParams(Section):
-    """torch's PolynomialLR: (1 - t / total_iters) to a power."""
-
-    total_iters: Positive = 5
-    """Steps until the rate is 0."""
-    power: NonNegative = 1.0
-    """The power."""
-
+_GAMMA: Key = (NonNegative, 0.1, "Decay factor.")
+_ETA_MIN: Key = (NonNegative, 0.0, "Smallest learning rate.")
+_Steps = tuple[Natural, ...]
+_Factor = Annotated[Float, Field(gt=0, le=1)]
+_Share = Annotated[NonNegative, Field(le=1)]
+_TORCHS: dict[str, tuple[str, dict[str, Key]]] = {
+    "StepLR": (
+        "times gamma every `step_size` steps",
+        {"step_size": (Positive, ..., "Steps between decays. Required."), "gamma": _GAMMA},
+    ),
+    "MultiStepLR": (
+        "times gamma at each milestone",
+        {"milestones": (_Steps, ..., "Steps of the decays. Required."), "gamma": _GAMMA},
+    ),
+    "ExponentialLR": ("times gamma each step", {"gamma": (NonNegative, ..., "Decay factor. Required.")}),
+    "CosineAnnealingLR": (
+        "half a cosine down, and up again",
+        {"T_max": (Positive, ..., "Steps of half a cosine. Required."), "eta_min": _ETA_MIN},
+    ),
+    "CosineAnnealingWarmRestarts": (
+        "half a cosine down, then from the top again",
+        {
+            "T_0": (Positive, ..., "Steps to the first restart. Required."),
+            "T_mult": (Positive, 1, "Growth factor of the periods."),
+            "eta_min": _ETA_MIN,
+        },
+    ),
+    "LinearLR": (
+        "a straight line between two factors",
+        {
+            "start_factor": (_Factor, 1.0 / 3, "Factor of the first update."),
+            "end_factor": (_Share, 1.0, "Factor from total_iters on."),
+            "total_iters": (Positive, 5, "Number of steps with a factor."),
+        },
+    ),
+    "ConstantLR": (
+        "a factor for the first steps",
+        {
+            "factor": (_Share, 1.0 / 3, "Factor of the first steps."),
+            "total_iters": (Natural, 5, "Number of steps with a factor."),
+        },
+    ),
+    "PolynomialLR": (
+        "(1 - t / total_iters) to a power",
+        {
+            "total_iters": (Positive, 5, "Steps until the rate is 0."),
+            "power": (NonNegative, 1.0, "The power."),
+        },
+    ),
+}
 
 SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "WarmupLR": WarmupLRParams,
@@ -198,14 +175,7 @@ SCHEDULER_PARAMS: dict[str, type[Section]] = {
     "constant": ConstantParams,
     "linear": DecayParams,
     "cosine": DecayParams,
-    "StepLR": StepLRParams,
-    "MultiStepLR": MultiStepLRParams,
-    "ExponentialLR": ExponentialLRParams,
-    "CosineAnnealingLR": CosineAnnealingLRParams,
-    "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
-    "LinearLR": LinearLRParams,
-    "ConstantLR": ConstantLRParams,
-    "PolynomialLR": PolynomialLRParams,
+    **{name: section_of(f"{name}Params", f"torch's {name}: {text}.", keys) for name, (text, keys) in _TORCHS.items()},
 }
 SCHEDULERS = tuple(SCHEDULER_PARAMS)
 NOT_BY_STEPS = {  # name -> why it is not among these

@@ -50,7 +50,7 @@ def _with_types(schema: dict[str, Any]) -> dict[str, Any]:
     """Replace the optimizer and scheduler sections by a section for each type."""
     definitions = schema["$defs"]
     # Pydantic knows only the base class of `params`, without the keys of any type.
-    for name in ("OptimizerConfig", "OptimizerParams", "SchedulerConfig", "Section"):
+    for name in ("OptimizerConfig", "SchedulerConfig", "Section"):
         del definitions[name]
     optimizers = [_section_of(one.title, one.name, one.params, "Optimizer") for one in OPTIMIZERS.values()]
     schedulers = [_section_of(name, name, params, "Scheduler") for name, params in SCHEDULER_PARAMS.items()]

@@ -7,14 +7,11 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive, worded
 from ...optimizers import OPTIMIZERS
-from .errors import ConfigSection, Fault, needs, quoted
+from .errors import ConfigSection, Fault, SwitchedSection, needs, quoted
 
 
-class BF16Config(ConfigSection):
+class BF16Config(SwitchedSection):
     """Compute in bfloat16, with or without fp32 master weights."""
-
-    enabled: Bool = False
-    """Turns bf16 on."""
 
     masters: Annotated[Bool | Literal["kahan", "int8"], worded('expected true, false, "kahan" or "int8"')] = Field(
         default=True, json_schema_extra={"enum": [True, False, "kahan", "int8"]}
@@ -43,11 +40,8 @@ _DYNAMIC_SCALING = (
 )
 
 
-class FP16Config(ConfigSection):
+class FP16Config(SwitchedSection):
     """Compute in float16, with loss scaling and fp32 master weights."""
-
-    enabled: Bool = False
-    """Turns fp16 on."""
 
     auto_cast: Bool = True
     """Cast floating-point inputs of the model to fp16; also inputs of its blocks if it has fp32 buffers."""
@@ -96,11 +90,8 @@ def _bfloat16(value: object) -> object:
     raise PydanticCustomError("value_error", words)
 
 
-class TorchAutocastConfig(ConfigSection):
+class TorchAutocastConfig(SwitchedSection):
     """Forwards under torch.autocast: parameters keep their dtypes, eligible operations compute in a lower precision."""
-
-    enabled: Bool = False
-    """Turns it on."""
 
     dtype: Annotated[Literal["bfloat16"], BeforeValidator(_bfloat16)] = "bfloat16"
     """Dtype of these operations."""
@@ -301,22 +292,18 @@ def _place(value: Any) -> Any:
 _Place = Annotated[str, BeforeValidator(_place)]
 
 
-class TensorboardConfig(ConfigSection):
+class TensorboardConfig(SwitchedSection):
     """Event files for TensorBoard. Needs the package tensorboard."""
 
-    enabled: Bool = False
-    """Turns it on."""
     output_path: _Place = ""
     """Folder that holds the folder `job_name`. "": the working directory."""
     job_name: str = "run"
     """Name of the job and its folder."""
 
 
-class WandbConfig(ConfigSection):
+class WandbConfig(SwitchedSection):
     """A run of Weights & Biases. Needs the package wandb; without a login, WANDB_MODE=offline writes files."""
 
-    enabled: Bool = False
-    """Turns it on."""
     group: str | None = None
     """Name that groups runs."""
     team: str | None = None
@@ -325,22 +312,18 @@ class WandbConfig(ConfigSection):
     """Name of the project."""
 
 
-class CsvMonitorConfig(ConfigSection):
+class CsvMonitorConfig(SwitchedSection):
     """A table `metrics.csv` with a row for each step."""
 
-    enabled: Bool = False
-    """Turns it on."""
     output_path: _Place = ""
     """Folder that holds the folder `job_name`. "": the working directory."""
     job_name: str = "run"
     """Name of the job and its folder."""
 
 
-class ProfileConfig(ConfigSection):
+class ProfileConfig(SwitchedSection):
     """Write a trace, collectives, and operations by module of some steps: see docs/monitors.md."""
 
-    enabled: Bool = False
-    """Turns it on."""
     folder: Folder = None
     """Folder of the files. null: only the log. A relative path starts at the working directory."""
     step: Positive = 2
@@ -355,7 +338,7 @@ class ProfileConfig(ConfigSection):
     """The device's peak in the model's dtype, for model FLOPs utilization. null: unknown."""
 
 
-class FP8Config(ConfigSection):
+class FP8Config(SwitchedSection):
     """Multiply in float8 in the linear layers of blocks, by torchao."""
 
     enabled: Bool = False

@@ -19,7 +19,6 @@ from torch.optim import lr_scheduler
 
 from ..config.scheduler import (
     ConstantParams,
-    CosineAnnealingWarmRestartsParams,
     DecayParams,
     LRRangeTestParams,
     OneCycleParams,
@@ -36,10 +35,10 @@ _SECOND_BETA = 0.99  # DeepSpeed's in a OneCycle, whatever the optimizer's is
 
 def schedule_of(section: SchedulerConfig) -> Schedule:
     """Return the schedule of a config section. Learning rates are never negative."""
-    params = section.params
+    params: Any = section.params
     if isinstance(params, ConstantParams):
         return _after_warmup(section.type, params)
-    if isinstance(params, CosineAnnealingWarmRestartsParams):
+    if section.type == "CosineAnnealingWarmRestarts":
         # Over a length of 1 the closed form of CosineAnnealingLR takes the position in the period as its step.
         length, times, cosine = params.T_0, params.T_mult, _torchs("CosineAnnealingLR", T_max=1, eta_min=params.eta_min)
         return lambda base_lr, step: cosine(base_lr, _share_of_period(length, times, step))

@@ -9,16 +9,14 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import lowtide
-from lowtide.configs.section import Float
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
 from lowtide.optimizers import OPTIMIZERS
-from lowtide.optimizers.optimizer import Optimizer, OptimizerParams, Options, State, StateDtype
+from lowtide.optimizers.optimizer import L2, Beta, Optimizer, Options, State, epsilon, rate, state_dtype
 from lowtide.zero.sequence import StateError
 from tests.engine.saving import Continuation, Trip, load_trips, save_trips
 from tests.kit import models
@@ -187,16 +185,6 @@ def test_an_optimizer_that_is_not_elementwise_is_refused(choice: Any, words: str
     assert words in text
 
 
-class RMSpropParams(OptimizerParams):
-    """Keyword arguments of RMSprop. Source: torch.optim.RMSprop."""
-
-    lr: Float = Field(default=1e-2, ge=0)
-    alpha: Float = Field(default=0.99, ge=0, lt=1)
-    eps: Float = Field(default=1e-8, ge=0)
-    weight_decay: Float = Field(default=0.0, ge=0)
-    state_dtype: StateDtype = "fp32"
-
-
 def rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Tensor, options: Options) -> None:
     gradient = gradient.add(weight, alpha=options["weight_decay"])
     (square_avg,) = states
@@ -206,7 +194,14 @@ def rmsprop(weight: Tensor, gradient: Tensor, states: Sequence[Tensor], step: Te
 
 RMSPROP = Optimizer(
     title="RMSprop",
-    params=RMSpropParams,
+    text="Keyword arguments of RMSprop. Source: torch.optim.RMSprop.",
+    keys={
+        "lr": rate(1e-2),
+        "alpha": (Beta, 0.99, "Decay of the running mean of squares."),
+        "eps": epsilon(1e-8),
+        "weight_decay": L2,
+        "state_dtype": state_dtype("the mean is"),
+    },
     states=(State("square_avg", is_mean_of_squares=True),),
     apply=rmsprop,
     torch_class="RMSprop",

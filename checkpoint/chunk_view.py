@@ -124,6 +124,13 @@ class TensorSource(Protocol):
     def read(self, chunk_views: Sequence[ChunkView]) -> None: ...
 
 
+def whole_values(source: TensorSource) -> dict[str, Tensor]:
+    """Read all tensors into host memory."""
+    found = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
+    source.read([ChunkView(name, tuple(value.shape), 0, value.view(-1)) for name, value in found.items()])
+    return found
+
+
 # -- a range as boxes: integers only ----------------------------------------------------------------------------------
 
 

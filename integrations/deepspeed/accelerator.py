@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -46,7 +47,16 @@ class TorchAccelerator:
 
     def __init__(self, kind: str) -> None:
         self._name = kind
-        self._communication_backend_name = {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(kind, "gloo")
+        self._facts: dict[str, Any] = {  # call -> what it returns
+            "is_available": True,
+            "is_synchronized_device": kind == "cpu",
+            "use_host_timers": kind == "cpu",
+            "is_fp16_supported": True,
+            "is_fp64_supported": kind != "mps",
+            "is_triton_supported": kind in ("cuda", "xpu"),
+            "supported_dtypes": [torch.float32, torch.float16, torch.bfloat16],
+            "random": torch.random,  # torch's module of random states
+        }
 
     def device_name(self, device_index: int | None = None) -> str:
         """Return "cuda", or "cuda:1" with an index. The CPU has no index."""
@@ -65,46 +75,21 @@ class TorchAccelerator:
         """Return the number of devices. The CPU counts as a device for each rank on this host."""
         return int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self._name == "cpu" else torch.accelerator.device_count()
 
-    def is_available(self) -> bool:
-        return True
-
-    def is_synchronized_device(self) -> bool:
-        return self._name == "cpu"
-
-    def use_host_timers(self) -> bool:
-        return self._name == "cpu"
-
     def communication_backend_name(self) -> str:
-        return self._communication_backend_name
+        return {"cuda": "nccl", "xpu": "xccl", "npu": "hccl"}.get(self._name, "gloo")
 
     def is_bf16_supported(self) -> bool:
         return self._name != "cuda" or torch.cuda.is_bf16_supported()
 
-    def is_fp16_supported(self) -> bool:
-        return True
-
-    def is_fp64_supported(self) -> bool:
-        return self._name != "mps"
-
-    def is_triton_supported(self) -> bool:
-        return self._name in ("cuda", "xpu")
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
-
     def total_memory(self, device_index: int | None = None) -> int:
         """Return the bytes of the device, or of the host for the CPU."""
         if self._name == "cpu":
-            import psutil
-
             return int(psutil.virtual_memory().total)
         return int(torch.get_device_module(self._name).get_device_properties(device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
         """Return the free bytes of the device, or of the host for the CPU."""
         if self._name == "cpu":
-            import psutil
-
             return int(psutil.virtual_memory().available)
         return self.total_memory(device_index) - int(self.memory_allocated(device_index))
 
@@ -123,10 +108,6 @@ class TorchAccelerator:
         found: torch.Generator = torch.get_device_module(self._name).default_generators[device_index]
         return found
 
-    def random(self) -> Any:
-        """Return torch's module of random states."""
-        return torch.random
-
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
         return callback()
 
@@ -140,6 +121,8 @@ class TorchAccelerator:
 
     def __getattr__(self, name: str) -> Any:
         name = _OLD_NAMES.get(name, name)
+        if name in self.__dict__.get("_facts", ()):
+            return lambda: self._facts[name]
         if name in _TENSORS:
             dtype, device = _TENSORS[name], self._name
             return lambda data: torch.tensor(data, dtype=dtype, device=device)

@@ -21,7 +21,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,29 +64,6 @@ _OWN_KEYS = frozenset(
 """Keys that DeepSpeed writes. Any other key belongs to the caller's client state."""
 
 
-@dataclass
-class DeepSpeedCheckpoint:
-    """The content of a checkpoint in host memory, by the model's names."""
-
-    tag: str
-    weights: dict[str, Tensor]  # buffers, and float32 master weights if a file has them
-    buffers: frozenset[str]
-    compute_dtypes: dict[str, torch.dtype]  # of the parameters
-    aliases: dict[str, str]  # further names of tied parameters -> the first
-    states: dict[str, dict[str, Tensor]]  # parameter -> state -> values of its shape
-    groups: list[dict[str, Any]]  # options, without parameters
-    group_names: list[list[str]]
-    num_updates: int
-    global_steps: int
-    counters: dict[str, int]
-    scheduler: dict[str, Any] | None
-    loss_scaler: dict[str, Any]
-    optimizer_type: str  # as the checkpoint's config says; "" if it does not
-    adam_w_mode: bool
-    base_lr: float | None
-    client_state: dict[str, Any] = field(default_factory=dict)
-
-
 def is_deepspeed_checkpoint(path: Path) -> bool:
     """Return whether a folder has the files of a DeepSpeed checkpoint."""
     return any(path.glob("*mp_rank_*_model_states.pt"))
@@ -111,13 +87,12 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
         )
     main = load_pickle(files[0] if files else by_rank[0])
     module = _of_layers(layers) if layers else main["module"]
-    return _Reading(
-        path, main, module, [load_pickle(file) for file in optimizers], [load_pickle(file) for file in by_rank]
-    ).checkpoint()
+    parts, ranks = ([load_pickle(file) for file in files] for files in (optimizers, by_rank))
+    return DeepSpeedCheckpoint(path, main, module, parts, ranks)
 
 
-class _Reading:
-    """Assemble a DeepSpeedCheckpoint from the contents of the files."""
+class DeepSpeedCheckpoint:
+    """The content of a checkpoint in host memory, by the model's names."""
 
     def __init__(
         self, path: Path, main: dict[str, Any], module: Mapping[str, Any], parts: Sequence[Any], ranks: Sequence[Any]
@@ -128,62 +103,54 @@ class _Reading:
         self._module = module
         self._parts = [part["optimizer_state_dict"] for part in parts]
         self._ranks = ranks
-        self._weights: dict[str, Tensor] = {}
-        self._states: dict[str, dict[str, Tensor]] = {}
         self._steps: list[float] = []
-
-    def checkpoint(self) -> DeepSpeedCheckpoint:
-        main = self._main
+        self.tag = path.name
+        self.weights: dict[str, Tensor] = {}  # buffers, and float32 master weights if a file has them
+        self.states: dict[str, dict[str, Tensor]] = {}  # parameter -> state -> values of its shape
+        self.groups: list[dict[str, Any]] = []  # options, without parameters
         shapes: list[Mapping[str, Any]] = [dict(group) for group in main.get("param_shapes") or ()]
-        groups: list[dict[str, Any]] = []
         if self._parts and shapes:
-            groups = self._read_parts(shapes)
+            self.groups = self._read_parts(shapes)
         elif isinstance(main.get("optimizer"), Mapping):
-            groups, shapes = self._read_whole(main["optimizer"])
+            self.groups, shapes = self._read_whole(main["optimizer"])
         buffers = frozenset(main.get("buffer_names") or ())
         self._read_frozen()
         aliases = {str(alias): str(name) for alias, name in dict(main.get("shared_params") or {}).items()}
-        for name, value in self._module.items():
-            if isinstance(value, Tensor) and name not in self._weights and name not in aliases and value.numel():
-                self._weights[name] = value.float() if value.is_floating_point() and name not in buffers else value
-        module_dtypes = {name: value.dtype for name, value in self._module.items() if isinstance(value, Tensor)}
-        params = [name for name in self._weights if name not in buffers]
-        names = [list(group) for group in shapes] or [params]
-        steps = int(main.get("global_steps") or 0)
+        for name, value in module.items():
+            if isinstance(value, Tensor) and name not in self.weights and name not in aliases and value.numel():
+                is_narrow = value.is_floating_point() and name not in buffers
+                self.weights[name] = value.float() if is_narrow else value
+        # Further names of tied parameters -> the first.
+        self.aliases = {alias: name for alias, name in aliases.items() if name in self.weights}
+        dtypes = {name: value.dtype for name, value in module.items() if isinstance(value, Tensor)}
+        params = [name for name in self.weights if name not in buffers]
+        self.compute_dtypes = {name: dtypes.get(name, torch.float32) for name in params}
+        self.group_names = [list(group) for group in shapes] or [params]
+        self.global_steps = int(main.get("global_steps") or 0)
         # The optimizer counts its updates. Without its count: all steps but the skipped.
-        updates = int(max(self._steps)) if self._steps else steps - int(main.get("skipped_steps") or 0)
+        skipped = int(main.get("skipped_steps") or 0)
+        self.num_updates = int(max(self._steps)) if self._steps else self.global_steps - skipped
         scheduler = main.get("lr_scheduler")
+        self.scheduler = dict(scheduler) if isinstance(scheduler, Mapping) else None
         config = main.get("ds_config")
         optimizer = (config.get("optimizer") if isinstance(config, Mapping) else None) or {}
-        params_of = optimizer.get("params") or {}
-        return DeepSpeedCheckpoint(
-            tag=self._path.name,
-            weights=self._weights,
-            buffers=buffers,
-            compute_dtypes={name: module_dtypes.get(name, torch.float32) for name in params},
-            aliases={alias: name for alias, name in aliases.items() if name in self._weights},
-            states=self._states,
-            groups=groups,
-            group_names=names,
-            num_updates=updates,
-            global_steps=steps,
-            counters=self._counters(),
-            scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else None,
-            loss_scaler=self._loss_scaler(),
-            optimizer_type=str(optimizer.get("type") or ""),
-            adam_w_mode=params_of.get("adam_w_mode", True) is True,
-            base_lr=params_of.get("lr"),
-            client_state={str(key): value for key, value in main.items() if key not in _OWN_KEYS},
-        )
+        self.optimizer_type = str(optimizer.get("type") or "")  # as the checkpoint's config says
+        options = optimizer.get("params") or {}
+        self.adam_w_mode = options.get("adam_w_mode", True) is True
+        self.base_lr: float | None = options.get("lr")
+        self.client_state = {str(key): value for key, value in main.items() if key not in _OWN_KEYS}
 
-    def _counters(self) -> dict[str, int]:
+    @property
+    def counters(self) -> dict[str, int]:
+        """The counters of `DeepSpeedEngine`."""
         main, config = self._main, self._main.get("ds_config")
         found = {key: int(main.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")}
         accumulation = config.get("gradient_accumulation_steps") if isinstance(config, Mapping) else None
         return {**found, "micro_steps": found["global_steps"] * (accumulation if isinstance(accumulation, int) else 1)}
 
-    def _loss_scaler(self) -> dict[str, Any]:
-        """Return the state of float16's loss scaler."""
+    @property
+    def loss_scaler(self) -> dict[str, Any]:
+        """The state of float16's loss scaler."""
         of = self._parts[0] if self._parts else {}
         found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else {}
         # DeepSpeed raises the scale when this count is a multiple of the window.
@@ -218,7 +185,7 @@ class _Reading:
             if key == _STEP:
                 self._steps.append(float(value))
             elif isinstance(value, Tensor) and tuple(value.shape) == shape:
-                self._states.setdefault(name, {})[key] = value.float()
+                self.states.setdefault(name, {})[key] = value.float()
 
     def _read_parts(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Read master weights and states from the shards of all ranks: see [Note: flat groups]."""
@@ -231,7 +198,7 @@ class _Reading:
         concatenate = self._concatenate_rows if is_stage_3 else self._concatenate_shards
         parts_of = self._sub_groups(shapes, masters[0]) if is_stage_3 else shapes
         for index, group in enumerate(parts_of):
-            concatenate([master[index].reshape(-1) for master in masters], group, self._weights)
+            concatenate([master[index].reshape(-1) for master in masters], group, self.weights)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
             for key, value in states[0].items():
                 if key == _STEP:
@@ -241,7 +208,7 @@ class _Reading:
                     whole: dict[str, Tensor] = {}
                     concatenate([state[key].reshape(-1) for state in states], group, whole)
                     for name, values in whole.items():
-                        self._states.setdefault(name, {})[key] = values
+                        self.states.setdefault(name, {})[key] = values
         options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
         return [_options(group) for group in options] if len(options) == len(shapes) else []
 
@@ -295,7 +262,7 @@ class _Reading:
         chunk_views = [dict(rank.get("frozen_param_fragments") or {}) for rank in self._ranks or [self._main]]
         for name, shape in shapes.items():
             whole = torch.cat([chunk_view[name].reshape(-1) for chunk_view in chunk_views])
-            self._weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
+            self.weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
 
 
 def _of_layers(files: Sequence[Path]) -> dict[str, Any]:

@@ -47,11 +47,13 @@ def import_deepspeed(
     kind = _kind(found)
     has_step = bool(found.states) and OPTIMIZERS[kind].keeps_step
     names = OptimizerNames(tuple(found.states) if has_step else (), tuple(map(tuple, found.group_names)))
+    tensors = _tensors(found)
+    chunk_views = [ChunkView(name, tuple(value.shape), 0, value.view(-1)) for name, value in tensors.items()]
     saving = folder.begin(found.tag)
     try:
         blobs = option_blobs(kind, found.groups, names) if found.groups else []
-        write_part(saving, 0, _chunk_views(found), blobs, own_state)
-        folder.commit(_manifest(found, kind, notes), names, keep_last=None)
+        write_part(saving, 0, chunk_views, blobs, own_state)
+        folder.commit(_manifest(found, tensors, kind, notes), names, keep_last=None)
     # Also for an interrupt: a part of a checkpoint must not stay as a checkpoint.
     except BaseException:
         folder.discard(found.tag)
@@ -73,12 +75,16 @@ def import_weights(source: str | os.PathLike[str], target: str | os.PathLike[str
     return folder_path(target)
 
 
+def _info(value: torch.Tensor) -> TensorInfo:
+    return TensorInfo(tuple(value.shape), value.dtype)
+
+
 class _InMemory:
     """Tensors in memory as a `TensorSource`."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         self._values = values
-        self.tensors = {name: TensorInfo(tuple(value.shape), value.dtype) for name, value in values.items()}
+        self.tensors = {name: _info(value) for name, value in values.items()}
         self.bytes_read = 0
 
     def read(self, chunk_views: Sequence[ChunkView]) -> None:
@@ -86,25 +92,15 @@ class _InMemory:
             chunk_view.values.copy_(self._values[chunk_view.name].reshape(-1)[chunk_view.start : chunk_view.end])
 
 
-def _chunk_views(found: DeepSpeedCheckpoint) -> list[ChunkView]:
-    chunk_views = [
-        ChunkView(MODEL + name, tuple(value.shape), 0, value.contiguous().view(-1))
-        for name, value in found.weights.items()
-    ]
+def _tensors(found: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
+    """Return all tensors of the checkpoint by their names in ours."""
+    tensors = {MODEL + name: value.contiguous() for name, value in found.weights.items()}
     for name, states in found.states.items():
-        for state, value in states.items():
-            shape = tuple(value.shape)
-            chunk_views.append(ChunkView(f"{STATE}{name}.{state}", shape, 0, value.contiguous().view(-1)))
-    chunk_views.append(ChunkView(STEP, (), 0, torch.tensor([float(found.num_updates)])))
-    return chunk_views
+        tensors |= {f"{STATE}{name}.{state}": value.contiguous() for state, value in states.items()}
+    return tensors | {STEP: torch.tensor(float(found.num_updates), dtype=torch.float32)}
 
 
-def _manifest(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> Manifest:
-    tensors = {MODEL + name: TensorInfo(tuple(value.shape), value.dtype) for name, value in found.weights.items()}
-    for name, states in found.states.items():
-        for state, value in states.items():
-            tensors[f"{STATE}{name}.{state}"] = TensorInfo(tuple(value.shape), value.dtype)
-    tensors[STEP] = TensorInfo((), torch.float32)
+def _manifest(found: DeepSpeedCheckpoint, tensors: Mapping[str, torch.Tensor], kind: str, notes: list[str]) -> Manifest:
     return Manifest(
         tag=found.tag,
         step=found.global_steps,
@@ -113,7 +109,7 @@ def _manifest(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> Manife
         versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
         # As if a single rank at stage 0 had saved it: a checkpoint loads at any number of ranks.
         topology={"world_size": 1, "stage": 0, "shard_size": 1, "replicas": 1, "pipeline": 1},
-        tensors=tensors,
+        tensors={name: _info(value) for name, value in tensors.items()},
         compute_dtypes=found.compute_dtypes,
         aliases=found.aliases,
         training=encode(_training(found, kind, notes), "training"),

@@ -20,14 +20,10 @@ DeepSpeedFP16Config = FP16Config
 DeepSpeedBF16Config = BF16Config
 
 
-class ZeroStageEnum(IntEnum):
-    """Values of `stage`."""
-
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
+ZeroStageEnum = IntEnum(
+    "ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
+)
+"""Values of `stage`."""
 
 
 class DeepSpeedZeroOffloadParamConfig:

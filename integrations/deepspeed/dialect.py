@@ -211,15 +211,21 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
     return filled
 
 
+def _is_on(path: str, value: object, out: Translation) -> bool:
+    """Return whether a switch is true. Adds a fault unless it is true, false or null."""
+    if value is not None and not isinstance(value, bool):
+        out.faults.append(Fault(path, "type", f"expected true or false, found {quoted(value)}"))
+    return value is True
+
+
 def _switch(here: str, value: object, section: dict[str, object], kept: dict[str, object], out: Translation) -> None:
     """Translate DeepSpeed's old offload switches: each true one becomes a section in `kept`."""
-    if value is not None and not isinstance(value, bool):
-        out.faults.append(Fault(here, "type", f"expected true or false, found {quoted(value)}"))
-    elif here == PIN_SWITCH:
-        if value is not None and not any(section.get(key) is True for key in _OLD_SWITCHES):
+    is_on = _is_on(here, value, out)
+    if here == PIN_SWITCH:
+        if isinstance(value, bool) and not any(section.get(key) is True for key in _OLD_SWITCHES):
             reason = "it needs cpu_offload or cpu_offload_params; offload_optimizer and offload_param have pin_memory"
             out.notes.append(f"{here}: {quoted(value)} has no effect here: {reason}")
-    elif value:
+    elif is_on:
         name = CPU_SWITCHES[here].rpartition(".")[2]
         if section.get(name) is not None:
             message = f'means the same as "device": "cpu" in "{name}", which is given too; keep one of them'
@@ -249,11 +255,10 @@ def _take_bf16_switches(out: Translation) -> None:
     if not isinstance(section, dict):
         return
     # Removed here, because the section's model refuses unknown keys.
-    found = {path: section.pop(path.rpartition(".")[2], None) for path in (BF16_MASTERS, BF16_STATES)}
-    for path, value in found.items():
-        if value is not None and not isinstance(value, bool):
-            out.faults.append(Fault(path, "type", f"expected true or false, found {quoted(value)}"))
-    if found[BF16_MASTERS] is True:
+    no_masters, bf16_states = (
+        _is_on(path, section.pop(path.rpartition(".")[2], None), out) for path in (BF16_MASTERS, BF16_STATES)
+    )
+    if no_masters:
         if section.get("masters", False) is not False:
             out.faults.append(Fault(BF16_MASTERS, "conflict", 'means "masters": false; keep one of them'))
         section["masters"] = False
@@ -261,10 +266,10 @@ def _take_bf16_switches(out: Translation) -> None:
         if isinstance(data_types, dict) and data_types.get("grad_accum_dtype") is None:
             data_types["grad_accum_dtype"] = "bf16"
         out.notes.append(f"{BF16_MASTERS}: true is bf16.masters false here, with stochastic rounding of updates")
-    if found[BF16_STATES] is True:
+    if bf16_states:
         optimizer = out.values.get("optimizer")
         params = optimizer.setdefault("params", {}) if isinstance(optimizer, dict) else None
-        if found[BF16_MASTERS] is not True:
+        if not no_masters:
             message = "needs bf16_master_weights_and_grads true, as in DeepSpeed; or set optimizer.params.state_dtype"
             out.faults.append(Fault(BF16_STATES, "conflict", message))
         elif not isinstance(params, dict):
@@ -282,10 +287,7 @@ def _take_quantized(out: Translation) -> None:
     if not isinstance(section, dict):
         return
     for path, bits in QUANTIZED.items():
-        value = section.pop(path.rpartition(".")[2], None)
-        if value is not None and not isinstance(value, bool):
-            out.faults.append(Fault(path, "type", f"expected true or false, found {quoted(value)}"))
-        if value is not True:
+        if not _is_on(path, section.pop(path.rpartition(".")[2], None), out):
             continue
         said = ", ".join(f"communication.{key} {count}" for key, count in bits.items())
         if section.get("stage") != 3:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.chunk_view import ChunkView
+from ..checkpoint.chunk_view import whole_values
 from ..checkpoint.export import export_source, parse_bytes
 from ..checkpoint.files import folder_path
 from ..checkpoint.folder import CheckpointFolder
@@ -30,12 +30,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     if exclude_frozen_parameters:
         note_frozen_are_kept("zero_to_fp32")
     found = CheckpointFolder(folder_path(checkpoint_dir)).open(tag)
-    values: dict[str, Tensor] = {}
-    for name, info in found.weights.tensors.items():
-        flat = torch.empty(info.shape, dtype=info.dtype).view(-1)
-        # A tensor at a time: the flat buffer becomes the result, so nothing is in memory twice.
-        found.weights.read([ChunkView(name, tuple(info.shape), 0, flat)])
-        values[name] = flat.view(info.shape)
+    values = whole_values(found.weights)
     for alias, name in found.manifest.aliases.items():
         # The same tensor: a tied parameter stays tied in memory and in torch.save.
         values[alias] = values[name]

@@ -14,16 +14,10 @@ from ..engine.step.model_runner import check_loss
 from .messages import UsageError
 from .parameters import OffloadDeviceEnum, get_z3_leaf_modules
 
-
-class OffloadStateTypeEnum(StrEnum):
-    """Kinds of states that `offload_states` can move."""
-
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
-
+OffloadStateTypeEnum = StrEnum(
+    "OffloadStateTypeEnum", ["optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer"]
+)
+"""Kinds of states that `offload_states` can move."""
 
 _KINDS = {
     OffloadStateTypeEnum.optim_states: "optimizer",

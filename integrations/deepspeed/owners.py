@@ -22,12 +22,8 @@ _NAMES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_persist")
 _IDS = count()
 
 
-class ZeroParamStatus(Enum):
-    """DeepSpeed's states of a parameter's values."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
-    INFLIGHT = 3
+ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
+"""DeepSpeed's states of a parameter's values."""
 
 
 def set_ds_attributes(param: nn.Parameter) -> None:

@@ -21,20 +21,11 @@ from .owners import owner_of, owner_or_error
 GRADIENT_KEY = "gradient"
 
 
-class ZeroParamType(Enum):
-    """DeepSpeed's kinds of parameters."""
+ZeroParamType = Enum("ZeroParamType", ["NORMAL", "PARTITIONED", "REMOTE"])
+"""DeepSpeed's kinds of parameters."""
 
-    NORMAL = 1
-    PARTITIONED = 2
-    REMOTE = 3
-
-
-class OffloadDeviceEnum(StrEnum):
-    """Values of `offload_optimizer.device` and `offload_param.device`."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+OffloadDeviceEnum = StrEnum("OffloadDeviceEnum", ["none", "cpu", "nvme"])
+"""Values of `offload_optimizer.device` and `offload_param.device`."""
 
 
 class GatheredParameters:

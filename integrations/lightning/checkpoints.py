@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..checkpoint.chunk_view import ChunkView
+from ..checkpoint.chunk_view import whole_values
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.safetensors_files import SafetensorsSource
@@ -118,19 +117,13 @@ def read_whole(folder: str | os.PathLike[str], weights_only: bool | None = False
     """Return the content of this file, without optimizer states. weights_only: of torch.load, for Trainer state."""
     path = Path(folder)
     if (path / TRAINER_FILE).is_file():  # saved with save_weights_only
-        dumped, values = _read(path / TRAINER_FILE, weights_only), _values(SafetensorsSource(path))
+        dumped, values = _read(path / TRAINER_FILE, weights_only), whole_values(SafetensorsSource(path))
         return {**dumped, "state_dict": values, "optimizer_states": []}
     checkpoint = CheckpointFolder(path).open()
     dumped = trainer_state(path, weights_only)
-    values = _values(checkpoint.weights)
+    values = whole_values(checkpoint.weights)
     values.update({alias: values[name] for alias, name in checkpoint.manifest.aliases.items()})
     return {**dumped, "state_dict": values, "optimizer_states": []}
-
-
-def _values(source: Any) -> dict[str, Tensor]:
-    values = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in source.tensors.items()}
-    source.read([ChunkView(name, tuple(value.shape), 0, value.view(-1)) for name, value in values.items()])
-    return values
 
 
 def read_folders_in(saving: Any) -> None:

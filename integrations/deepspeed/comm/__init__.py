@@ -179,16 +179,7 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def has_reduce_scatter_tensor() -> bool:
-    return True
-
-
-def has_all_reduce_coalesced() -> bool:
-    return True
-
-
-def has_coalescing_manager() -> bool:
-    return True
+has_reduce_scatter_tensor = has_all_reduce_coalesced = has_coalescing_manager = has_all_gather_into_tensor
 
 
 def _check_initialized(call: str) -> None:

@@ -18,7 +18,7 @@ from ..model.compiled import refuse_to_be_traced
 from ..zero.sequence import StateError
 from .archive import weights
 from .archive.archive import Archive
-from .archive.frozen import FrozenValues
+from .archive.frozen import Frozen
 from .archive.full_values import give_own_storages
 from .blueprint.axes import EXPERT, SEQUENCE
 from .facade import ModuleFacade
@@ -67,7 +67,7 @@ class Engine(ModuleFacade):
         # An engine that does not train has no gradients to clip, so torch's functions are not replaced.
         if parts.optimizer.param_groups:
             parts.patches.callback(clip_calls.listen(self._clip_as_torch))
-        self._register_groups(FrozenValues())
+        self._register_groups(None)
         # Not `save_checkpoint`: a checkpoint that is due is saved inside of `step`, which holds the turn.
         parts.save = weakref.WeakMethod(self._save_checkpoint)
         self._added_groups = parts.added_groups
@@ -844,7 +844,7 @@ class Engine(ModuleFacade):
                 "engine.eval_step(batch) work"
             )
 
-    def _register_groups(self, frozen: FrozenValues) -> None:
+    def _register_groups(self, frozen: Frozen | None) -> None:
         """Make the archive and the gradients anew, for the present groups. frozen: of the last archive."""
         units, whole, features = self._runner.passes.units, self._runner.whole, self._features
 

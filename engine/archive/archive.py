@@ -16,7 +16,7 @@ from ...zero.unit import Unit
 from ..config.config import Config
 from . import weights
 from .checkpoint import Checkpointer
-from .frozen import Frozen, FrozenValues
+from .frozen import Frozen
 from .full_values import FullValues
 from .named_state import NamedState, UnsplitModel
 from .parameter_values import ParameterValues
@@ -33,18 +33,18 @@ class Archive:
         units: Sequence[Unit],
         optimizer: ShardedOptimizer,
         whole: UnsplitModel,
-        frozen: FrozenValues,
+        earlier: Frozen | None,
         note_exact: Callable[[], None],
     ) -> None:
-        """units: of this rank. whole: describes the whole model; `module` may be a part. frozen: kept by the engine.
+        """units: of this rank. whole: describes the whole model; `module` may be a part. earlier: as of `Frozen`.
 
         note_exact: as of `FullValues`.
         """
-        self.values = FullValues(module, units, optimizer, mesh, frozen.note_changed, note_exact)
         self.named = NamedState(module, units, optimizer, mesh, whole)
-        self.parameters = ParameterValues(self.named, frozen.note_changed)
-        self.checkpoints = Checkpointer(config, self.named, Frozen(self.named, frozen))
-        self.frozen = frozen
+        self.frozen = Frozen(self.named, earlier)
+        self.values = FullValues(module, units, optimizer, mesh, self.frozen.note_changed, note_exact)
+        self.parameters = ParameterValues(self.named, self.frozen.note_changed)
+        self.checkpoints = Checkpointer(config, self.named, self.frozen)
 
     def state_dict(self) -> dict[str, Tensor]:
         """See `Engine.state_dict`."""

@@ -9,7 +9,6 @@ elements, cancel only by chance. It detects a wrong base model. It is no proof a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,40 +23,35 @@ _MASK = (1 << 64) - 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@dataclass
-class FrozenValues:
-    """Facts about the values of frozen parameters, by name, from the first step on."""
+class Frozen:
+    """The frozen parameters of the whole model. Methods are collectives, except `note_changed` and `note_loaded`."""
 
-    digests: dict[str, str] = field(default_factory=dict)
-    by_hand: set[str] = field(default_factory=set)
-    """Changed by the caller: only checkpoints have these values."""
+    def __init__(self, named: NamedState, earlier: Frozen | None) -> None:
+        """earlier: of the same model, before parameter groups were added."""
+        self._named, self._mesh = named, named.mesh
+        self._digests: dict[str, str] = {} if earlier is None else earlier._digests
+        # Changed by the caller: only checkpoints have these values.
+        self.by_hand: set[str] = set() if earlier is None else earlier.by_hand
+        self.infos: Mapping[str, TensorInfo] = {
+            name: info for name, info in named.catalog.parameters.items() if name not in named.catalog.state_keys
+        }
 
     def note_changed(self, names: Iterable[str]) -> None:
         """Note that the caller has changed these parameters."""
         for name in names:
-            self.digests.pop(name, None)
+            self._digests.pop(name, None)
             self.by_hand.add(name)
 
     def note_loaded(self, names: Iterable[str]) -> None:
         """Note that these parameters were loaded from a file or a state_dict."""
         for name in names:
-            self.digests.pop(name, None)
+            self._digests.pop(name, None)
             self.by_hand.discard(name)
-
-
-class Frozen:
-    """The frozen parameters of the whole model. Each method is a collective."""
-
-    def __init__(self, named: NamedState, values: FrozenValues) -> None:
-        self._named, self._mesh, self._values = named, named.mesh, values
-        self.infos: Mapping[str, TensorInfo] = {
-            name: info for name, info in named.catalog.parameters.items() if name not in named.catalog.state_keys
-        }
 
     def to_leave_out(self) -> dict[str, LeftOut]:
         """Return digests of the parameters that came with the model, so need not be written."""
         # Rank 0's set: `digests` is a collective, and needs the same names on all ranks.
-        by_hand = self._mesh.world.broadcast_object(self._values.by_hand)
+        by_hand = self._mesh.world.broadcast_object(self.by_hand)
         digests = self.digests([name for name in self.infos if name not in by_hand])
         return {
             name: LeftOut(self.infos[name].shape, self.infos[name].dtype, digest) for name, digest in digests.items()
@@ -65,9 +59,9 @@ class Frozen:
 
     def digests(self, names: Sequence[str]) -> dict[str, str]:
         """Return the digests of the current values. See [Note: digests]."""
-        unknown = [name for name in names if name not in self._values.digests]
-        self._values.digests |= self._computed({name: self.infos[name].dtype for name in unknown})
-        return {name: self._values.digests[name] for name in names}
+        unknown = [name for name in names if name not in self._digests]
+        self._digests |= self._computed({name: self.infos[name].dtype for name in unknown})
+        return {name: self._digests[name] for name in names}
 
     def faults(self, left_out: Mapping[str, LeftOut]) -> list[str]:
         """Return why frozen parameters differ from those of a checkpoint that was saved without them; [] if they agree.
@@ -91,10 +85,10 @@ class Frozen:
     def note_read(self, before: Mapping[str, str]) -> None:
         """Note that values changed by a checkpoint are in checkpoints alone. before: digests before it was read."""
         # The weights have changed, so the known digests are of other values.
-        self._values.digests.clear()
+        self._digests.clear()
         after = self.digests(list(before))
         changed = [name for name, digest in before.items() if digest != after[name]]
-        self._values.by_hand.update(changed)
+        self.by_hand.update(changed)
 
     def _computed(self, dtypes: Mapping[str, torch.dtype]) -> dict[str, str]:
         """Return the digests of parameters in these dtypes. All ranks give the same names."""

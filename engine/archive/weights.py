@@ -164,14 +164,7 @@ def load_weights(state: NamedState, path: str | os.PathLike[str], strict: bool =
         buffers = state.buffers()
         expected = {**state.catalog.parameters, **state.catalog.buffers}
         match = Match.of(expected, state.catalog.aliases, source.tensors)
-    fits = not match.misshaped and (match.is_complete or not strict)
-    faults = [text for text in world.gather_objects(None if fits else match.describe()) if text is not None]
-    if faults:
-        raise ValueError(
-            f"{what}: expected the model's tensors, found {faults[0]}\nNothing was loaded.{_advice(match)}"
-        )
-    if world.rank == 0 and not match.is_complete:
-        logger.warning("%s: found %s", what, match.describe())
+    match.check(world, strict, what)
     with all_or_none(world, what, "The weights are in part those of before: load again."):
         named = {name: buffer for name, buffer in buffers.items() if name in match.sources}
         wholes = [_whole(name, buffer) for name, buffer in named.items()]
@@ -192,19 +185,13 @@ def load_state_dict(
 
     See `Engine.load_state_dict`.
     """
-    world = state.mesh.world
-    with no_rank_alone(world, "engine.load_state_dict()"):
+    world, what = state.mesh.world, "engine.load_state_dict()"
+    with no_rank_alone(world, what):
         own = {name: TensorInfo(tuple(v.shape), v.dtype) for name, v in given.items() if isinstance(v, Tensor)}
     found = world.broadcast_object(own)
     expected = {**state.catalog.parameters, **state.catalog.buffers}
     match = Match.of(expected, state.catalog.aliases, found)
-    if match.misshaped or (strict and not match.is_complete):
-        raise ValueError(
-            f"engine.load_state_dict(): expected the model's tensors on rank 0, found {match.describe()}\n"
-            f"Nothing was loaded.{_advice(match)}"
-        )
-    if world.rank == 0 and not match.is_complete:
-        logger.warning("engine.load_state_dict(): found %s", match.describe())
+    match.check(world, strict, what, " on rank 0")
     buffers = state.buffers()
     with torch.no_grad():
         for name, source in match.sources.items():
@@ -297,19 +284,27 @@ class Match:
         match.extra = [f"{name}: found {_describe(info)}" for name, info in found.items() if name not in known]
         return match
 
-    @property
-    def is_complete(self) -> bool:
-        return not (self.missing or self.extra or self.misshaped)
+    def check(self, world: World, strict: bool, what: str, where: str = "") -> None:
+        """Raise ValueError on every rank if the tensors of any rank do not fit. A collective.
+
+        strict: False accepts missing and extra tensors, with a warning.
+        """
+        is_complete = not (self.missing or self.extra or self.misshaped)
+        fits = is_complete or not (strict or self.misshaped)
+        faults = [text for text in world.gather_objects(None if fits else self.describe()) if text is not None]
+        if faults:
+            advice = "" if self.misshaped else " strict=False loads what is in both."
+            raise ValueError(
+                f"{what}: expected the model's tensors{where}, found {faults[0]}\nNothing was loaded.{advice}"
+            )
+        if world.rank == 0 and not is_complete:
+            logger.warning("%s: found %s", what, self.describe())
 
     def describe(self) -> str:
         """Count the missing, extra and misshaped tensors, then list each on a line."""
         parts = {"missing": self.missing, "extra": self.extra, "misshaped": self.misshaped}
         counts = ", ".join(f"{len(lines)} {name}" for name, lines in parts.items() if lines)
         return "\n".join([counts, *(f"  {name} {line}" for name, lines in parts.items() for line in lines)])
-
-
-def _advice(match: Match) -> str:
-    return "" if match.misshaped else " strict=False loads what is in both."
 
 
 def _describe(info: TensorInfo) -> str:

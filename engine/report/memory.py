@@ -47,22 +47,6 @@ def predict(
     )
 
 
-def table(
-    sizes: Sequence[float] = (7.5e9, 128e9, 1e12), ranks: Sequence[int] = (1, 4, 16, 64, 256, 1024)
-) -> list[tuple[int, dict[tuple[float, int], float]]]:
-    """Return gigabytes per rank for each number of ranks and each (model size, stage). Source: ZeRO, table 1."""
-    rows = []
-    for count in ranks:
-        row = {
-            # 1e9 and not 2^30: the paper counts in powers of ten.
-            (size, stage): predict(int(size), stage, count).total_bytes / 1e9
-            for size in sizes
-            for stage in (1, 2, 3)
-        }
-        rows.append((count, row))
-    return rows
-
-
 def measure(units: Sequence[Unit], optimizer: ShardedOptimizer) -> ModelStateBytes:
     """Return the bytes of this rank's model states now."""
     parameters, gradients = 0, 0

@@ -1,6 +1,7 @@
 """Bytes of model states: the formula of the ZeRO paper, written-out arithmetic, and the report of a step."""
 
 import re
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, TypeGuard
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.engine.report.memory import predict, table
+from lowtide.engine.report.memory import predict
 from lowtide.zero.reduced_gradient import ReducedGradient
 from tests.kit import models
 from tests.kit.ranks import RankPool
@@ -50,6 +51,22 @@ class Even(nn.Module):
             x = block(x)
         result: Tensor = self.rest(x).float().square().mean()
         return result
+
+
+def table(
+    sizes: Sequence[float] = (7.5e9, 128e9, 1e12), ranks: Sequence[int] = (1, 4, 16, 64, 256, 1024)
+) -> list[tuple[int, dict[tuple[float, int], float]]]:
+    """Return gigabytes per rank for each number of ranks and each (model size, stage). Source: ZeRO, table 1."""
+    rows = []
+    for count in ranks:
+        row = {
+            # 1e9 and not 2^30: the paper counts in powers of ten.
+            (size, stage): predict(int(size), stage, count).total_bytes / 1e9
+            for size in sizes
+            for stage in (1, 2, 3)
+        }
+        rows.append((count, row))
+    return rows
 
 
 def measured(engine: lowtide.Engine) -> dict[str, int]:

@@ -27,7 +27,6 @@ FaultKind = Literal[
 
 
 MAX_FAULTS = 20  # in a message; the search for a near key takes time for each
-_NEAR = 0.6  # smallest ratio of difflib for a suggestion
 
 
 @dataclass(frozen=True)
@@ -89,21 +88,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     # A key may have megabytes. difflib would index each of its characters.
     if len(word) > 2 * max(map(len, by_lower), default=0):
         return ""
-    # The word is `b`: the matcher indexes `b` once, and only `a` changes with each name.
-    matcher = difflib.SequenceMatcher(b=word.lower())
-    bounds = {}
-    for name in by_lower:
-        matcher.set_seq1(name)
-        if matcher.real_quick_ratio() >= _NEAR:
-            bounds[name] = matcher.quick_ratio()
-    nearest, best = "", _NEAR
-    for name, bound in sorted(bounds.items(), key=lambda item: -item[1]):
-        if bound < best:  # ratio() costs much more and never exceeds quick_ratio()
-            break
-        matcher.set_seq1(name)
-        if (ratio := matcher.ratio()) >= best:
-            nearest, best = name, ratio
-    return f'; did you mean "{by_lower[nearest]}"?' if nearest else ""
+    nearest = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    return f'; did you mean "{by_lower[nearest[0]]}"?' if nearest else ""
 
 
 def unknown_key(path: str, key: str, known: Sequence[str]) -> Fault:
@@ -135,8 +121,12 @@ def value_at(config: Any, path: str) -> object:
     return reduce(getattr, path.split("."), config)
 
 
-def needs(what: str, wanted: Mapping[str, tuple[tuple[object, ...], str]], config: Any) -> list[Fault]:
-    """Return a fault for each key whose value `what` does not accept. wanted: path -> accepted values, and why."""
+Wanted = dict[str, tuple[tuple[object, ...], str]]
+"""Path of a key -> values of it that another setting accepts, and why these alone."""
+
+
+def needs(what: str, wanted: Wanted, config: Any) -> list[Fault]:
+    """Return a fault for each key whose value `what` does not accept."""
     found = [(path, value_at(config, path), *of_key) for path, of_key in wanted.items()]
     return [
         Fault(path, "conflict", f"{what} needs {' or '.join(map(quoted, accepted))}, found {quoted(value)}: {why}")

@@ -7,7 +7,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator
 from ...configs.section import Section
 from ...optimizers import OPTIMIZERS
 from ...optimizers.optimizer import State, StateDtype
-from .errors import ConfigSection, Fault, did_you_mean, needs, no_effect, quoted, type_in
+from .errors import ConfigSection, Fault, Wanted, did_you_mean, needs, no_effect, quoted, type_in
 
 
 class OptimizerConfig(ConfigSection):
@@ -143,7 +143,7 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
 def _conflicts(name: str, config: Any) -> list[Fault]:
     """Return conflicts of an optimizer that works on whole parameters, or that sends signs of momenta."""
     zero, whole = config.zero_optimization, OPTIMIZERS[name].whole
-    wanted: dict[str, tuple[tuple[object, ...], str]] = {}
+    wanted: Wanted = {}
     if whole is not None:
         why = "its ranks exchange parts of whole parameters during an update"
         wanted["zero_optimization.update_in_backward"] = ((False,), why)

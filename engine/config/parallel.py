@@ -8,7 +8,7 @@ from ...configs.section import Bool, Positive, worded
 from ...pipe.schedules.registry import check_counts, is_path, make_schedule
 from ...pipe.schedules.schedule import Schedule, ScheduleError
 from .batch import nearest_divisors
-from .errors import ConfigSection, Fault, printable
+from .errors import ConfigSection, Fault, Wanted, needs, printable
 
 
 class ParallelConfig(ConfigSection):
@@ -39,27 +39,19 @@ class ParallelConfig(ConfigSection):
     def faults(self, config: Any) -> list[Fault]:
         if self.pipeline == 1:
             return []
-        zero, activations = config.zero_optimization, config.activation_checkpointing.offload
-        found = []
-        if zero.update_in_backward:
-            found.append(
-                ("zero_optimization.update_in_backward", "a gradient is complete after the last microbatch", "false")
-            )
+        zero = config.zero_optimization
+        order = "activations are not needed in reverse order, but in the order of the schedule; "
+        wanted: Wanted = {
+            "zero_optimization.update_in_backward": ((False,), "a gradient is complete after the last microbatch"),
+            "activation_checkpointing.offload.device": (("none",), f"{order}activation_checkpointing.every works"),
+        }
         if zero.offloads_parameters:
             why = "the schedule gathers and releases a stage's parameters, from memory"
-            found.append(("zero_optimization.offload_param.device", why, '"none"'))
-        if zero.offload_optimizer.is_used and zero.offload_optimizer.overlap != "none":
+            wanted["zero_optimization.offload_param.device"] = (("none",), why)
+        if zero.offload_optimizer.is_used:
             why = "all gradients are complete only at the end of the step"
-            found.append(("zero_optimization.offload_optimizer.overlap", why, '"none"'))
-        if activations.device != "none":
-            why = "activations are not needed in reverse order, but in the order of the schedule"
-            found.append(
-                ("activation_checkpointing.offload.device", why, '"none"; activation_checkpointing.every works')
-            )
-        return [
-            Fault(path, "conflict", f"is not for parallel.pipeline {self.pipeline}: {why}; set {instead}")
-            for path, why, instead in found
-        ]
+            wanted["zero_optimization.offload_optimizer.overlap"] = (("none",), why)
+        return needs(f"parallel.pipeline {self.pipeline}", wanted, config)
 
     def notes(self, config: Any) -> list[str]:
         return self.idle("parallel.tensor is 1", only=("tensor_sequence",)) if self.tensor == 1 else []

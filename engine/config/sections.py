@@ -7,7 +7,7 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive, worded
 from ...optimizers import OPTIMIZERS
-from .errors import ConfigSection, Fault, SwitchedSection, needs, quoted
+from .errors import ConfigSection, Fault, SwitchedSection, Wanted, needs, quoted
 
 
 class BF16Config(SwitchedSection):
@@ -99,11 +99,11 @@ class TorchAutocastConfig(SwitchedSection):
     def faults(self, config: Any) -> list[Fault]:
         if not self.enabled:
             return []
-        found = needs("torch_autocast", {"fp16.enabled": ((False,), "its operations compute in bfloat16")}, config)
-        if config.parallel.pipeline > 1:
-            message = "needs parallel.pipeline 1, since a stage calls parts of the model; set bf16.enabled instead"
-            found.append(Fault("torch_autocast.enabled", "conflict", message))
-        return found
+        wanted: Wanted = {
+            "fp16.enabled": ((False,), "its operations compute in bfloat16"),
+            "parallel.pipeline": ((1,), "a stage calls parts of the model; set bf16.enabled instead"),
+        }
+        return needs("torch_autocast", wanted, config)
 
 
 _DTYPES = {  # names of DeepSpeed and torch, the latter also with "torch." before them
@@ -150,7 +150,7 @@ class PowerSGDConfig(ConfigSection):
         if not self.rank:
             return []
         zero, final = config.zero_optimization, "its error feedback needs final steps"
-        wanted: dict[str, tuple[tuple[object, ...], str]] = {
+        wanted: Wanted = {
             "zero_optimization.stage": ((0, 1), "a rank has the gradient of a whole step only at stages 0 and 1"),
             "zero_optimization.update_in_backward": ((False,), final),
             **{
@@ -356,11 +356,11 @@ class FP8Config(SwitchedSection):
     def faults(self, config: Any) -> list[Fault]:
         if not self.enabled:
             return []
-        wrong = {
-            "fp16.enabled false (bf16 needs no loss scale)": config.fp16.enabled,
-            "parallel.tensor 1 (split layers exchange parts of their products)": config.parallel.tensor != 1,
+        wanted: Wanted = {
+            "fp16.enabled": ((False,), "bf16 needs no loss scale"),
+            "parallel.tensor": ((1,), "split layers exchange parts of their products"),
         }
-        return [Fault("fp8.enabled", "conflict", f"needs {text}") for text, is_wrong in wrong.items() if is_wrong]
+        return needs("fp8", wanted, config)
 
     def notes(self, config: Any) -> list[str]:
         # float8 pays only if the compiler fuses the casts with their neighbours.
@@ -398,7 +398,7 @@ class CompileConfig(ConfigSection):
         if not self.graphs:
             return []
         host, draws = "the host takes part in each microbatch", "its random bits change in each step"
-        wanted: dict[str, tuple[tuple[object, ...], str]] = {
+        wanted: Wanted = {
             "zero_optimization.offload_optimizer.device": (("none",), host),
             "zero_optimization.offload_param.device": (("none",), host),
             "activation_checkpointing.offload.device": (("none",), host),

@@ -7,14 +7,13 @@ from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Float, Folder, Int, Natural, Patterns, Positive
 from .batch import nearest_divisors
-from .errors import ConfigSection, Fault, quoted
+from .errors import ConfigSection, Fault, Wanted, needs, quoted
 
 Device = Literal["none", "cpu", "nvme"]
 
 DRIVE_BLOCK_BYTES = 4096
 """Direct I/O on a drive is aligned to this."""
 
-_LAYERED = "zero_optimization.layered_gradient_accumulation"
 STAGES = (
     "0 shards nothing (plain data parallelism), 1 shards the optimizer state, "
     "2 also the gradients, 3 also the parameters"
@@ -84,13 +83,11 @@ class OffloadOptimizerConfig(OffloadSection):
         return self.is_used and self.overlap == "delayed"
 
     def faults(self, config: Any) -> list[Fault]:
-        found, param = super().faults(config), config.zero_optimization.offload_param
-        if self.is_delayed and config.zero_optimization.offloads_parameters and param.device == "nvme":
-            why = "updated parameters stay in memory during the whole next step"
-            fix = 'set overlap to "speculative" or "none"'
-            message = f'"delayed" needs {param.path}.device "none" or "cpu", found "nvme": {why}; {fix}'
-            found.append(Fault(f"{self.path}.overlap", "conflict", message))
-        return found
+        if not (self.is_delayed and config.zero_optimization.offloads_parameters):
+            return super().faults(config)
+        why = 'updated parameters stay in memory during the whole next step; overlap may be "speculative"'
+        wanted: Wanted = {"zero_optimization.offload_param.device": (("none", "cpu"), why)}
+        return super().faults(config) + needs(f'{self.path}.overlap "delayed"', wanted, config)
 
     def notes(self, config: Any) -> list[str]:
         # Not used with a device: the ratio is 0. `super` looks at the device alone.
@@ -118,13 +115,11 @@ class OffloadParamConfig(OffloadSection):
         return super().why_idle(config)
 
     def faults(self, config: Any) -> list[Fault]:
-        found, size = super().faults(config), config.zero_optimization.partition_size
-        if self.device != "none" and size > 1:
-            why = "offloaded shards are gathered from the whole shard group"
-            fix = 'set it to 1 or the device to "none"; offload_optimizer works with both'
-            message = f"needs zero_optimization.zero_hpz_partition_size 1, found {size}: {why}; {fix}"
-            found.append(Fault(f"{self.path}.device", "conflict", message))
-        return found
+        if self.device == "none" or config.zero_optimization.stage < 3:
+            return super().faults(config)
+        why = "offloaded shards are gathered from the whole shard group; offload_optimizer works with both"
+        wanted: Wanted = {"zero_optimization.zero_hpz_partition_size": ((1,), why)}
+        return super().faults(config) + needs(f"{self.path}.device {quoted(self.device)}", wanted, config)
 
 
 class ActivationOffloadConfig(OffloadSection):
@@ -242,49 +237,37 @@ class ZeroConfig(ConfigSection):
 
 def _layered_faults(config: Any) -> list[Fault]:
     """Return conflicts with features that need a different order of microbatches."""
-    reasons = []
-    if config.parallel.pipeline > 1:
-        why = "a pipeline schedule already runs several microbatches while a stage is gathered"
-        reasons.append(f"needs parallel.pipeline 1, found {config.parallel.pipeline}: {why}")
-    for name in ("sequence", "expert"):
-        degree = getattr(config.parallel, name)
-        if degree > 1:
-            why = "its ranks exchange data of a single microbatch at a time"
-            reasons.append(f"needs parallel.{name} 1, found {degree}: {why}")
-    if config.torch_autocast.enabled:
-        why = "blocks run outside of a whole forward; set bf16.enabled instead"
-        reasons.append(f"needs torch_autocast.enabled false, found true: {why}")
-    return [Fault(_LAYERED, "conflict", reason) for reason in reasons]
-
-
-_OVERLAPS = {  # overlap -> why it excludes update_in_backward
-    "speculative": "it also updates in the backward, and repeats an update after clipping or an overflow",
-    "delayed": "it updates during the next step",
-}
+    single = "its ranks exchange data of a single microbatch at a time"
+    wanted: Wanted = {
+        "parallel.pipeline": ((1,), "a pipeline schedule already runs several microbatches while a stage is gathered"),
+        "parallel.sequence": ((1,), single),
+        "parallel.expert": ((1,), single),
+        "torch_autocast.enabled": ((False,), "blocks run outside of a whole forward; set bf16.enabled instead"),
+    }
+    return needs("zero_optimization.layered_gradient_accumulation", wanted, config)
 
 
 def update_in_backward_faults(config: Any) -> list[Fault]:
     """Return conflicts with update_in_backward: an update during a backward is final, so nothing may change it at the
     end.
     """
-    if not config.zero_optimization.update_in_backward:
+    zero = config.zero_optimization
+    if not zero.update_in_backward:
         return []
-    reasons = []
-    if config.gradient_clipping > 0:
-        reasons.append(f"gradient_clipping 0 (found {config.gradient_clipping}: the norm is known after all gradients)")
-    is_layered = config.zero_optimization.layered_gradient_accumulation  # reduces each unit once a step
-    # None: not known before the number of ranks. `resolve` asks again.
-    if (config.gradient_accumulation_steps or 1) > 1 and not is_layered:
-        steps = config.gradient_accumulation_steps
-        reasons.append(
-            f"gradient_accumulation_steps 1 (found {steps}: gradients are complete after the last microbatch)"
-        )
-    if config.fp16.enabled:
-        reasons.append("fp16.enabled false (an overflow in a later unit skips the whole step; bf16 needs no scaling)")
-    offload = config.zero_optimization.offload_optimizer
-    if offload.is_used and offload.overlap != "none":
-        reasons.append(f'offload_optimizer.overlap "none" (found "{offload.overlap}": {_OVERLAPS[offload.overlap]})')
-    return [Fault("zero_optimization.update_in_backward", "conflict", f"needs {reason}") for reason in reasons]
+    wanted: Wanted = {
+        "gradient_clipping": ((0,), "the norm is known after all gradients"),
+        "fp16.enabled": ((False,), "an overflow in a later unit skips the whole step; bf16 needs no scaling"),
+    }
+    if not zero.layered_gradient_accumulation:  # which reduces each unit once a step
+        # null: not known before the number of ranks. `resolve` asks again.
+        wanted["gradient_accumulation_steps"] = ((1, None), "gradients are complete after the last microbatch")
+    if zero.offload_optimizer.is_used:
+        why = {
+            "speculative": "it also updates in the backward, and repeats an update after clipping or an overflow",
+            "delayed": "it updates during the next step",
+        }.get(zero.offload_optimizer.overlap, "")
+        wanted["zero_optimization.offload_optimizer.overlap"] = (("none",), why)
+    return needs("zero_optimization.update_in_backward", wanted, config)
 
 
 def shard_size_faults(zero: ZeroConfig, data_size: int, expert: int) -> list[Fault]:

@@ -42,14 +42,7 @@ def load_state_dict_from_zero_checkpoint(
 ) -> nn.Module:
     """Move the model to the CPU, load the checkpoint's weights into it, and return it."""
     model = model.cpu()
-    values, own = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), model.state_dict()
-    changed = {
-        name: value
-        for name, value in values.items()
-        if name not in own or own[name].dtype != value.dtype or not torch.equal(own[name], value)
-    }
-    # Equal tensors are not written again.
-    model.load_state_dict(changed, strict=False)
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
     return model
 
 

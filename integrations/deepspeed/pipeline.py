@@ -62,7 +62,7 @@ class PipelineEngine(DeepSpeedEngine):
                 'reduce_output other than "avg". Outputs of the last stage stay on its rank'
             )
         count = num_micro_batches or self.gradient_accumulation_steps()
-        batches = list(self._microbatches(self._iterator(data_iter), count))  # before the first message
+        batches = list(self._microbatches(iter(data_iter), count))  # before the first message
         if len(batches) < count:
             raise ValueError(
                 f"the iterator given to eval_batch ended after {len(batches)} of {count} microbatches "
@@ -79,7 +79,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
         """Make `train_batch()` draw from the iterator."""
-        self._batches = self._iterator(iterator)
+        self._batches = iter(iterator)
 
     def set_batch_fn(self, fn: Any) -> None:
         """Set a function that is applied to each drawn microbatch, and returns (inputs, labels)."""
@@ -160,7 +160,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _drawn(self, data_iter: Iterator[Any] | None) -> Iterator[Any]:
         if data_iter is not None:
-            self._batches = self._iterator(data_iter)
+            self._batches = iter(data_iter)
         elif self._batches is None and self.training_dataloader is not None:
             dataset = self.training_dataloader.dataset
             ranks = self.dp_world_size, self.lowtide.data_rank
@@ -173,9 +173,6 @@ class PipelineEngine(DeepSpeedEngine):
                 "initialize"
             )
         return self._batches
-
-    def _iterator(self, data: Any) -> Iterator[Any]:
-        return data if isinstance(data, Iterator) else iter(data)
 
     def _microbatches(self, drawn: Iterator[Any], count: int) -> Iterator[Any]:
         for _ in range(count):

@@ -157,6 +157,8 @@ def _conflicts(name: str, config: Any) -> list[Fault]:
         alone = "it works with plain data parallelism only"
         wanted["zero_optimization.stage"] = ((0,), alone)
         wanted |= {f"parallel.{axis}": ((1,), alone) for axis in ("tensor", "sequence", "expert")}
+        wanted["communication.gradient_bits"] = ((None,), "it sends no gradients after its warm-up")
+        wanted["communication.power_sgd.rank"] = ((0,), "it sends no gradients after its warm-up")
         why = "an update sends momenta, in the same order on all ranks"
         wanted["zero_optimization.update_in_backward"] = ((False,), why)
         if zero.offload_optimizer.is_used:

@@ -203,11 +203,11 @@ class SchedulerConfig(ConfigSection):
         return SCHEDULER_PARAMS[info.data["type"]].model_validate(value)
 
 
-def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] | None, list[Fault]]:
-    """Return the section with our spelling of the type, or its faults (then without a section)."""
+def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] | None, list[str], list[Fault]]:
+    """Return the section with our spelling of the type, no notes, and faults (then without a section)."""
     written = type_in(section, "scheduler", SCHEDULERS)
     if isinstance(written, Fault):
-        return None, [written]
+        return None, [], [written]
     names = {name.lower(): name for name in SCHEDULERS}
     if written.lower() not in names:
         reason = {name.lower(): why for name, why in NOT_BY_STEPS.items()}.get(written.lower())
@@ -217,5 +217,5 @@ def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] |
             else f"unknown scheduler {quoted(written)}{did_you_mean(written, SCHEDULERS)}"
         )
         fix = f"there is {', '.join(SCHEDULERS)}; or pass your own lr_scheduler to initialize"
-        return None, [Fault("scheduler.type", "value" if reason is None else "unsupported", f"{what}; {fix}")]
-    return {"params": {}, **section, "type": names[written.lower()]}, []
+        return None, [], [Fault("scheduler.type", "value" if reason is None else "unsupported", f"{what}; {fix}")]
+    return {"params": {}, **section, "type": names[written.lower()]}, [], []

@@ -6,7 +6,6 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive, worded
-from ...optimizers import OPTIMIZERS
 from .errors import ConfigSection, Fault, SwitchedSection, Wanted, needs, quoted
 
 
@@ -153,6 +152,7 @@ class PowerSGDConfig(ConfigSection):
         wanted: Wanted = {
             "zero_optimization.stage": ((0, 1), "a rank has the gradient of a whole step only at stages 0 and 1"),
             "zero_optimization.update_in_backward": ((False,), final),
+            "communication.gradient_bits": ((None,), "it compresses gradients itself"),
             **{
                 f"parallel.{axis}": ((1,), "ranks have only parts of a matrix")
                 for axis in ("tensor", "sequence", "expert")
@@ -203,18 +203,6 @@ class CommunicationConfig(ConfigSection):
     which, with all stacks, and stops the job with --on-stall stop. Without it, each rank reports itself. null: off."""
 
     power_sgd: PowerSGDConfig = PowerSGDConfig()
-
-    def faults(self, config: Any) -> list[Fault]:
-        optimizer, rank, found = config.optimizer, self.power_sgd.rank, []
-        sends_signs = optimizer is not None and OPTIMIZERS[optimizer.type].sends_signs
-        if self.gradient_bits is not None and (rank or sends_signs):
-            beside = "communication.power_sgd" if rank else f'optimizer.type "{optimizer.type}"'
-            message = f"needs null with {beside}, which compresses gradients itself, found {self.gradient_bits}"
-            found.append(Fault("communication.gradient_bits", "conflict", message))
-        if rank and sends_signs:
-            message = f'needs 0 with optimizer.type "{optimizer.type}", which sends no gradients, found {rank}'
-            found.append(Fault("communication.power_sgd.rank", "conflict", message))
-        return found
 
     def notes(self, config: Any) -> list[str]:
         stage, found = config.zero_optimization.stage, []

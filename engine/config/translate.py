@@ -181,30 +181,23 @@ def translate(raw: dict[str, object]) -> Translation:
     out.values = _walk(raw, "", out)
     # Before the optimizer is read: `finish` may change its params, for example for DeepSpeed's `bf16_optimizer_states`.
     deepspeed().finish(out)
-    optimizer = out.values.pop("optimizer", None)
-    if isinstance(optimizer, dict):
-        given = optimizer
-        section, notes, faults = canonical_optimizer(given)
+    for name, canonical_form in (("optimizer", canonical_optimizer), ("scheduler", canonical_scheduler)):
+        given = out.values.pop(name, None)
+        if not isinstance(given, dict):
+            out.values |= {} if given is None else {name: given}  # the field reports it
+            continue
+        section, notes, faults = canonical_form(given)
         out.notes += notes
         out.faults += faults
-        optimizer = section
-        if faults:  # the parameters of an unknown optimizer cannot be checked
-            out.faults = [f for f in out.faults if not f.path.startswith("optimizer.params.") or f in faults]
-            out.faults += _slips(given, "optimizer")
-        elif section is not None:
+        if faults:  # the parameters of an unknown type cannot be checked
+            out.faults = [f for f in out.faults if not f.path.startswith(f"{name}.params.") or f in faults]
+            out.faults += _slips(given, name)
+        if section is not None:
+            out.values[name] = section
             # `_walk` took out "auto" before the type was known. Some types lack the key.
-            _give_back(section, "optimizer", OPTIMIZERS[str(section["type"])].params, out.auto_paths)
-    if optimizer is not None:
-        out.values["optimizer"] = optimizer
-    scheduler = out.values.pop("scheduler", None)
-    if isinstance(scheduler, dict):
-        given = scheduler
-        scheduler, faults = canonical_scheduler(given)
-        out.faults += faults + (_slips(given, "scheduler") if faults else [])
-        if scheduler is not None:
-            _give_back(scheduler, "scheduler", SCHEDULER_PARAMS[str(scheduler["type"])], out.auto_paths)
-    if scheduler is not None:
-        out.values["scheduler"] = scheduler
+            kind = str(section["type"])
+            params = OPTIMIZERS[kind].params if name == "optimizer" else SCHEDULER_PARAMS[kind]
+            _give_back(section, name, params, out.auto_paths)
     return out
 
 

@@ -48,7 +48,7 @@ from .parallel import (
     schedule_faults,
     world_faults,
 )
-from .read import join, read
+from .read import items_of, join, read
 from .scheduler import SCHEDULER_PARAMS, SchedulerConfig
 from .sections import (
     BF16Config,
@@ -382,13 +382,7 @@ def _kept_batch(config: Config, first_world_size: int) -> KeptBatch | None:
 
 def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Fault]:
     """Sort faults by their position in the file."""
-    order: dict[str, int] = {}
-
-    def number(section: dict[str, object], path: str) -> None:
-        for key, value in section.items():
-            order[join(path, key)] = len(order)
-            if isinstance(value, dict):
-                number(value, join(path, key))
+    order = {path: number for number, (path, _) in enumerate(items_of(raw))}
 
     def position(fault: Fault) -> int:
         path = fault.path
@@ -397,7 +391,6 @@ def _in_file_order(faults: Sequence[Fault], raw: dict[str, object]) -> list[Faul
         # A fault of a missing key has the place of its section. A fault of the whole config comes first.
         return order.get(path, -1)
 
-    number(raw, "")
     return sorted(faults, key=position)
 
 

@@ -12,7 +12,7 @@ from ...configs.section import Section
 from .batch import BATCH_KEYS
 from .config import Config
 from .errors import ConfigError, Fault, quoted
-from .read import join, read
+from .read import items_of, join, read
 from .translate import ALIASES, deepspeed, filled, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
@@ -128,7 +128,7 @@ def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str =
 
 def _translated(raw: dict[str, object]) -> dict[str, object]:
     """Return path -> value of our keys."""
-    return {path: value for path, value in leaves(translate(raw).values) if value != {}}
+    return {path: value for path, value in leaves(translate(raw).values).items() if value != {}}
 
 
 def _named(section: str, key: str) -> str:
@@ -296,14 +296,10 @@ def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], d
     # The config again: an explanation also has keys of DeepSpeed and unknown keys, but no config has these.
     config, _ = _loaded(read(source)[0], world_size)
     assert config is not None
-    values = dict(leaves(config.as_dict())) | dict.fromkeys(config.planned_keys, "auto")
+    values = leaves(config.as_dict()) | dict.fromkeys(config.planned_keys, "auto")
     return values, {one.path: one.origin for one in found.keys}
 
 
-def leaves(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (path, value) of each key that is no section, at any depth."""
-    for key, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, join(path, key))
-        else:
-            yield join(path, key), value
+def leaves(values: Mapping[str, Any]) -> dict[str, object]:
+    """Return path -> value of each key that is no section, at any depth."""
+    return {path: value for path, value in items_of(values) if not isinstance(value, Mapping) or not value}

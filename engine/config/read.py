@@ -12,8 +12,9 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ...configs.section import MAX_INTEGER
 from .errors import ConfigError, Fault, FaultKind, printable, quoted
@@ -254,3 +255,12 @@ def join(path: str, key: str) -> str:
     is_plain = len(key) <= 80 and (key.isidentifier() or key.replace("-", "_").isidentifier())
     name = key if is_plain else quoted(key)
     return f"{path}.{name}" if path else name
+
+
+def items_of(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield (path, value) of all sections and keys at any depth, as written, a section before its keys."""
+    for key, value in section.items():
+        here = join(path, key)
+        yield here, value
+        if isinstance(value, Mapping):
+            yield from items_of(value, here)

@@ -9,7 +9,7 @@ and "false". The value must then fit its key as if written without quotes: "5e8"
 text stays text, and the key accepts or refuses it: "yes" and "1" are no booleans, "true" is no number.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, get_args
@@ -21,7 +21,7 @@ from ...optimizers import OPTIMIZERS
 from .batch import BATCH_KEYS
 from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, quoted, unknown_key
 from .optimizer import canonical_optimizer
-from .read import join
+from .read import items_of, join
 from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, canonical_scheduler
 
 ALIASES = {  # second name of a key -> its name
@@ -150,15 +150,6 @@ def says_no_own_word(raw: Mapping[str, Any], paths: set[str]) -> bool:
     # Files for DeepSpeed say "AdamW" and "WarmupLR". Names in lower case are our spelling.
     is_own_type = optimizer in OPTIMIZERS or scheduler in [name for name in SCHEDULERS if name.islower()]
     return bool(paths & _SIZES) and not paths & OWN_KEYS and not is_own_type
-
-
-def paths_of(section: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    """Yield the paths of all sections and keys, as written."""
-    for key, value in section.items():
-        here = join(path, key)
-        yield here
-        if isinstance(value, dict):
-            yield from paths_of(value, here)
 
 
 def _type(section: object) -> str | None:
@@ -296,17 +287,8 @@ def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[d
 
 def value_of(raw: Mapping[str, object], path: str) -> object:
     """Return the value of a key by any of its names, or None if it is missing."""
-    return _find(raw, "", canonical(path))
-
-
-def _find(section: Mapping[str, object], path: str, wanted: str) -> object:
-    for key, value in section.items():
-        here = canonical(join(path, key))
-        if here == wanted:
-            return value
-        if isinstance(value, Mapping) and wanted.startswith(f"{here}."):
-            return _find(value, here, wanted)
-    return None
+    wanted = canonical(path)
+    return next((value for here, value in items_of(raw) if canonical(here) == wanted), None)
 
 
 def _with(

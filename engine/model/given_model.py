@@ -218,7 +218,7 @@ def check_ranks_agree(world: World, config: Config, module: nn.Module) -> None:
         name: f"{tuple(param.shape)} {param.dtype}{'' if param.requires_grad else ' frozen'}"
         for name, param in module.named_parameters()
     }
-    settings = {path: quoted(value) for path, value in leaves(config.model_dump(mode="json"))}
+    settings = {path: quoted(value) for path, value in leaves(config.model_dump(mode="json")).items()}
     digest = hashlib.sha256(repr((params, settings)).encode()).hexdigest()
     if len(set(world.gather_objects(digest))) == 1:
         return

@@ -18,9 +18,9 @@ from typing import Any
 
 from ..engine.config.errors import Fault, quoted, unknown_key
 from ..engine.config.optimizer import optimizer_name
-from ..engine.config.read import join
+from ..engine.config.read import items_of, join
 from ..engine.config.scheduler import WarmupDecayLRParams
-from ..engine.config.translate import Translation, paths_of, says_no_own_word
+from ..engine.config.translate import Translation, says_no_own_word
 from ..optimizers import OPTIMIZERS
 from .rules import RULES, judge, rule_schema
 
@@ -92,7 +92,7 @@ def keys_of(section: str) -> list[str]:
 
 def without_unread(raw: dict[str, object]) -> tuple[dict[str, object], list[str]]:
     """Remove keys that DeepSpeed never reads, with notes. In a file that is not for DeepSpeed they are errors."""
-    paths = set(paths_of(raw))
+    paths = {path for path, _ in items_of(raw)}
     unread = [path for path in _UNREAD if path in paths] if _is_for_deepspeed(raw, paths) else []
     kept = dict(raw)
     for path in unread:
@@ -131,7 +131,7 @@ def finish(out: Translation) -> None:
 
 def other_defaults(raw: dict[str, object], config: Any) -> list[str]:
     """Return a note for each missing key with a different default in DeepSpeed. config: the checked `Config`."""
-    paths = set(paths_of(raw))
+    paths = {path for path, _ in items_of(raw)}
     if not _is_for_deepspeed(raw, paths):
         return []
     theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (config.gradient_clipping, 1.0)}

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fuse import fuse_model
 from lowtide.kernels.fused_loss import loss_only
-from tests.kernels.fused_models import CAUSAL_LMS, Classifier, gpt2, llama, mixtral, token_batch
+from tests.kernels.fused_models import CAUSAL_LMS, Classifier, llama, mixtral, token_batch
+from tests.kit.models import recomputing
 
 FLOAT32_STEPS = 2.0**-23 * 256  # roundings of float32 in two layers, relative to the largest value of a tensor
 FLOAT64_STEPS = 2.0**-52 * 4096
@@ -120,16 +121,6 @@ def test_modules_of_torch_keep_their_loss_and_gradients(
     assert_same_gradients(fused, plain, steps)
 
 
-def test_gpt2_in_float64_is_exact_to_its_rounding(generator: torch.Generator) -> None:
-    plain, fused = pair(gpt2().double(), seed=generator.initial_seed())
-    tokens = token_batch(generator)["input_ids"]
-    outputs = [model(input_ids=tokens).logits for model in (plain, fused)]
-    assert_near(outputs[1], outputs[0], FLOAT64_STEPS)
-    for logits in outputs:
-        logits.square().sum().backward()
-    assert_same_gradients(fused, plain, FLOAT64_STEPS)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_dtypes_are_those_of_the_model(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
@@ -182,9 +173,7 @@ def test_frozen_norms_and_recomputed_layers(generator: torch.Generator) -> None:
     for model in (plain, fused):
         model.model.norm.requires_grad_(False)
         model.model.layers[0].mlp.requires_grad_(False)
-        current = hasattr(model, "activation_checkpointing_enable")  # the older name warns where this one is
-        enable = model.activation_checkpointing_enable if current else model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        recomputing(model, use_reentrant=False)
     batch = token_batch(generator)
     expected, found = plain(**batch).loss, fused(**batch).loss
     expected.backward()

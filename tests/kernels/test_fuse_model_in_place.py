@@ -29,11 +29,6 @@ def test_what_was_replaced_is_returned() -> None:
     ]
 
 
-def test_the_model_itself_may_be_what_is_known() -> None:
-    norm = nn.RMSNorm(4)
-    assert fuse_model(norm) == [Fused("", "RMSNorm", "rms_norm")]
-
-
 def test_there_is_a_line_for_each_kind(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "lowtide")
     fuse_model(llama())
@@ -80,13 +75,6 @@ def test_a_second_call_changes_nothing(caplog: pytest.LogCaptureFixture) -> None
     assert classes(model) == before
 
 
-def test_models_of_one_class_share_the_fused_class() -> None:
-    one, other = llama(), llama()
-    fuse_model(one)
-    fuse_model(other)
-    assert classes(one) == classes(other)
-
-
 def test_another_backend_takes_the_place_of_the_first(generator: torch.Generator) -> None:
     norm = nn.RMSNorm(4)
     x = torch.randn(2, 4, generator=generator).double()
@@ -107,12 +95,7 @@ def test_fusions_come_one_by_one_in_any_order() -> None:
     assert {one.kernel for one in fuse_model(one)} == {"linear_cross_entropy", "gated_mlp", "rotary_embedding"}
 
 
-def test_only_what_is_named_is_replaced() -> None:
-    model = llama()
-    assert {one.class_name for one in fuse_model(model, modules=["gated_mlp"])} == {"LlamaMLP"}
-
-
-@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
 def test_pickle_keeps_the_fusion(protocol: int, generator: torch.Generator) -> None:
     torch.manual_seed(generator.initial_seed())
     model = Classifier()
@@ -121,14 +104,6 @@ def test_pickle_keeps_the_fusion(protocol: int, generator: torch.Generator) -> N
     assert classes(again) == classes(model)
     x, labels = torch.randn(3, 5, generator=generator), torch.tensor([0, 1, 2])
     assert torch.equal(again(x, labels), model(x, labels))
-
-
-def test_a_copy_is_fused_too(generator: torch.Generator) -> None:
-    model = llama()
-    fuse_model(model, backend="reference")
-    again, batch = copy.deepcopy(model), token_batch(generator)
-    assert classes(again) == classes(model)
-    assert torch.equal(again(**batch).loss, model(**batch).loss)
 
 
 def test_a_saved_model_names_the_class_of_hugging_face(tmp_path: Any) -> None:

@@ -3,7 +3,6 @@
 import importlib
 import io
 import logging
-import subprocess
 import sys
 from typing import Any
 
@@ -13,15 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowtide.kernels
 from tests.kit.ranks import in_a_new_process
-
-
-def in_fresh_python(code: str) -> str:
-    """What `code` prints in a Python process of its own, errors and log included."""
-    done = subprocess.run(
-        [sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout.strip()
+from tests.test_public_api import in_fresh_python
 
 
 def test_the_public_names_exist() -> None:

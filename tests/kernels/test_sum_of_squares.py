@@ -13,6 +13,7 @@ from tests.kit.grids import pairs
 from tests.kit.training import refusal
 
 BACKENDS = ["triton", "reference"]
+SHAPES = [(1,), (1024,), (5, 123), (3, 4096), (11, 1023)]
 FLOAT32_ROUNDING = 2.0**-23
 
 
@@ -32,9 +33,7 @@ def assert_near(found: Tensor, x: Tensor, block_numel: int) -> None:
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1,), (1024,), (5, 123), (3, 4096), (11, 1023)], ids=str)
+@pytest.mark.parametrize(("shape", "dtype", "backend"), pairs(SHAPES, DTYPES, BACKENDS), ids=str)
 def test_it_equals_the_formula(
     shape: tuple[int, ...], dtype: torch.dtype, backend: Backend, generator: torch.Generator
 ) -> None:

@@ -16,7 +16,7 @@ from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import ShardUpdate, UpdateLaunches, update_runs, update_shard, update_shards
 from lowtide.kernels.triton import optimizer_step
 from lowtide.kernels.triton.launch import recorded_launches
-from lowtide.kernels.triton.optimizer_step import merged_runs, run_table
+from lowtide.kernels.triton.optimizer_step import run_table
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, assert_same
@@ -177,17 +177,6 @@ def test_a_launch_has_a_kind_and_so_many_elements(monkeypatch: pytest.MonkeyPatc
         update_shards(rule, updates, 1, 1.0, backend="triton", on_updated=order.append)
     assert [len(launch.args["SHARDS_ptr"]) for launch in launches] == [3, 3]
     assert order == [0, 2, 3, 1, 4, 5]
-
-
-def test_stretches_that_agree_are_one() -> None:
-    options = CASES["adamw"][1]
-    other, twin = options | {"lr": 0.5}, dict(options)
-    coefficients = OPTIMIZERS["adamw"].coefficients
-    assert coefficients is not None
-    runs = [(0, other), (10, options), (20, twin), (20, other), (30, other), (40, options)]
-    ends, choices, rows, _ = merged_runs(runs, [3] * len(runs), coefficients)
-    assert ends == (20, 30, 40) and choices == (0, 1, 0)
-    assert rows == (coefficients(options, 3), coefficients(other, 3))
 
 
 def test_one_set_of_options_needs_no_table() -> None:

@@ -195,7 +195,7 @@ def test_what_does_not_leave_out_frozen_parameters_says_so(tmp_path: Path) -> No
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (2, {"offload_optimizer": {"device": "cpu"}}), (3, {})])
+@pytest.mark.parametrize(("stage", "zero"), [(2, {"offload_optimizer": {"device": "cpu"}}), (3, {})])
 def test_a_step_begins_anew_after_a_checkpoint_from_within(tmp_path: Path, stage: int, zero: dict[str, Any]) -> None:
     engine = engine_of(stage, zero_optimization={"stage": stage, **zero})
     weight, mine = engine.module.c.weight, own_batches(2)
@@ -216,13 +216,12 @@ def test_a_step_begins_anew_after_a_checkpoint_from_within(tmp_path: Path, stage
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_model_is_initialized_again(stage: int) -> None:
-    first = engine_of(stage)
+def test_a_model_is_initialized_again() -> None:
+    first = engine_of(3)
     train(first, deepspeed.comm.get_rank(), 6)
     weight = first.module.c.weight
     before = safe_get_full_fp32_param(weight)
-    second, *_ = deepspeed.initialize(model=first.module, config=config(stage))
+    second, *_ = deepspeed.initialize(model=first.module, config=config(3))
     first.destroy()
     assert torch.equal(before, safe_get_full_fp32_param(weight))
     train(second, 0, 6)  # the rate of the first two steps is 0
@@ -252,7 +251,7 @@ def test_scripts_may_initialize_in_a_function() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "others"), [(0, {}), (1, BF16), (2, {}), (3, {})])
+@pytest.mark.parametrize(("stage", "others"), [(1, BF16), (3, {})])
 def test_gradients_so_far_are_shown_between_microbatches(stage: int, others: dict[str, Any]) -> None:
     engine = engine_of(stage, **others)
     weight, ((x, y),) = engine.module.c.weight, own_batches(1)
@@ -280,7 +279,7 @@ def test_gradients_so_far_are_shown_between_microbatches(stage: int, others: dic
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_zero_grad_after_the_last_backward_forgets_the_step(stage: int) -> None:
     engine = engine_of(stage, scheduler=None)
     weight, ((x, y),) = engine.module.c.weight, own_batches(1)
@@ -488,7 +487,7 @@ def test_what_deepspeed_asserts_says_what_to_do() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(("stage", "half"), [(0, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("stage", "half"), [(3, False), (2, True)])
 def test_every_backward_has_the_gradients_of_the_engines(stage: int, half: bool) -> None:
     """The norm of a step of two microbatches, and a metric of its gradient, by three kinds of backward."""
     norms = []

@@ -26,7 +26,7 @@ RECORDED = json.loads((DATA / "losses.json").read_text())
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_losses_are_those_of_deepspeed(stage: int) -> None:
     engine, rank = engine_of(stage), deepspeed.comm.get_rank()
     losses = train(engine, rank)
@@ -215,10 +215,9 @@ def built_both_ways(folder: Path, seed_layers: bool, more: dict[str, Any]) -> No
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("seed_layers", [True, False])
 @pytest.mark.parametrize(
-    ("num_ranks", "more"),
-    [(2, {}), (2, {"pipeline": {"balance": [1, 8]}}), (4, {"zero_optimization": {"stage": 3}})],
+    ("num_ranks", "seed_layers", "more"),
+    [(2, False, {}), (2, True, {"pipeline": {"balance": [1, 8]}}), (4, False, {"zero_optimization": {"stage": 3}})],
 )
 def test_layers_of_the_own_stage_are_those_of_a_whole_model(
     ranks: RankPool, tmp_path: Path, num_ranks: int, seed_layers: bool, more: dict[str, Any]

@@ -89,11 +89,10 @@ def train(folder: str, configs: list[Any]) -> list[Any]:
 
 
 def test_a_loop_trains_saves_and_goes_on_as_over_ddp(ranks: RankPool, tmp_path: Path) -> None:
-    (numbers, state), *ours = ranks(2, train, str(tmp_path), [None, *map(stage, range(4))])[0]
+    (numbers, state), *ours = ranks(2, train, str(tmp_path), [None, stage(0), stage(3)])[0]
     for found, of_ours in ours:
         assert found == pytest.approx(numbers, abs=1e-6) and found[-1] == ROWS
         assert apart(of_ours, state) < 1e-6
-    assert ours[0][0] == ours[1][0] and ours[2][0] == ours[3][0]
 
 
 def clip_values(config: Any) -> Any:

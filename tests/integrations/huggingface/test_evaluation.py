@@ -49,19 +49,18 @@ def evaluate_around(folder: str, config: Any) -> Any:
 
 def test_it_evaluates_predicts_and_generates_as_over_ddp(ranks: RankPool, tmp_path: Path) -> None:
     plain = ranks(2, evaluate_around, str(tmp_path), None)
-    for number in (0, 3):
-        ours = ranks(2, evaluate_around, str(tmp_path), stage(number))
-        for found, expected in zip(ours, plain, strict=True):
-            np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
-            np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
-            assert found[2] == expected[2]
-        assert apart(ours[0][3], plain[0][3]) < 2e-6
+    ours = ranks(2, evaluate_around, str(tmp_path), stage(3))
+    for found, expected in zip(ours, plain, strict=True):
+        np.testing.assert_allclose(found[0], expected[0], atol=1e-6)
+        np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+        assert found[2] == expected[2]
+    assert apart(ours[0][3], plain[0][3]) < 2e-6
 
 
 @pytest.mark.parametrize(
     ("num_ranks", "config", "count"),
-    [(1, stage(0), 10), (2, stage(3), 10), (4, None, 10), (4, stage(0), 10), (4, stage(3), 1), (4, TENSOR, 10)],
-    ids=["1 rank", "2 ranks", "DDP", "4 ranks", "one sample", "tensor"],
+    [(1, stage(0), 10), (4, None, 10), (4, stage(0), 10), (4, stage(3), 1), (4, TENSOR, 10)],
+    ids=["1 rank", "DDP", "4 ranks", "one sample", "tensor"],
 )
 def test_the_mean_over_tokens_is_that_of_one_batch(
     ranks: RankPool, tmp_path: Path, num_ranks: int, config: Any, count: int

@@ -13,7 +13,8 @@ from loss_curve import smoothed
 from training_display import TrainingDisplay
 
 from lowtide.checkpoint.folder import CheckpointFolder
-from tests.kit.training import refusal
+from tests.kit.ranks import environment, free_port
+from tests.kit.training import logged, refusal
 
 SIZE = ["--layers", "1", "--heads", "2", "--width", "16", "--context", "16", "--batch-size-per-process", "4"]
 
@@ -65,19 +66,32 @@ def test_a_second_run_goes_on_where_the_first_has_saved(files: list[str], tmp_pa
 def test_ctrl_c_saves_what_the_next_run_goes_on_from(
     files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shown = TrainingDisplay.update
+    """On half of the ranks, too, as after the loss of a host, with what the launcher tells every attempt."""
+    shown, wide = TrainingDisplay.update, [*files, "--sample-bytes", "0", "--batch-size-per-process", "8"]
+    wide += ["--steps", "8"]
+    calm, saving = train(tmp_path, *wide), ["--checkpoints", str(tmp_path / "saved")]
 
     def update(display: TrainingDisplay, step: int, *numbers: float) -> None:
         shown(display, step, *numbers)  # type: ignore[arg-type]  # a loss and a number of bytes
         if step == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(TrainingDisplay, "update", update)
-    with pytest.raises(SystemExit) as ended:
-        train_gpt.main([*SIZE, *files, "--checkpoints", str(tmp_path / "saved"), "--steps", "100000"])
+    with monkeypatch.context() as watched, pytest.raises(SystemExit) as ended:
+        watched.setattr(TrainingDisplay, "update", update)
+        train_gpt.main([*SIZE, *wide, *saving])
     assert ended.value.code == 130
     assert "lowtide: SIGINT: the step is finished and saved; a second one acts at once\n" in capfd.readouterr().err
     assert CheckpointFolder(tmp_path / "saved").tags() == ["global_step3"]
+    for name, value in (environment(0, 1, free_port()) | {"LOWTIDE_FIRST_WORLD_SIZE": "2"}).items():
+        monkeypatch.setenv(name, value)
+    with logged() as messages:
+        found = train(tmp_path, *wide, *saving, "--batch-size-per-process", "4")
+    assert (
+        "config: train_batch_size: stays 8 on 1 rank, as the job began on 2: microbatch x accumulation x data-parallel "
+        "ranks is now 4 x 2 x 1, was 4 x 1 x 2"
+    ) in messages
+    for loss in ("final_loss", "validation_loss"):
+        assert found[loss] == pytest.approx(calm[loss], abs=1e-5)
 
 
 def test_the_config_of_a_run_keeps_the_preset_and_takes_the_flags(tmp_path: Path) -> None:

@@ -1,18 +1,10 @@
-"""Restarts: how often, on which hosts, and when there is none; and training that goes on after the loss of a host."""
+"""Restarts: how often, on which hosts, and when there is none."""
 
-import json
-import os
 import signal
-import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
-from unittest.mock import patch
 
 import pytest
 
-import lowtide
-from tests.kit.ranks import RankPool
 from tests.launch import fakes
 from tests.launch.jobs import Job
 
@@ -121,79 +113,3 @@ sys.exit(attempt == "1")
     assert result.status == 0, result
     told = [line.split() for line in (tmp_path / "said").read_text().splitlines()]
     assert {(line[0], line[4], line[6]) for line in told} == {("0", "3", "3"), ("1", "2", "3"), ("2", "2", "3")}
-
-
-# -- training: with the global batch, the data and the losses of a run that lost no host -----------------------------
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-STEPS, SAVE_EVERY, LOST_AFTER = 8, 3, 5  # what was done after step 3 is lost with the host
-
-
-Found = tuple[dict[int, float], tuple[int | None, int, int]]
-"""Losses by step; of the last one the global batch, the ranks and the rows of this rank."""
-
-
-class LostError(Exception):
-    """What ends a training in place of the loss of a host."""
-
-
-def train_example(folder: Path, arguments: list[str], lost_after: int, variables: dict[str, str]) -> Found:
-    """The example on this rank, until it is lost after a step, as an attempt of the launcher."""
-    losses: dict[int, float] = {}
-    batches, train_step = [], lowtide.Engine.train_step
-
-    def watched(engine: lowtide.Engine, batch: Any) -> lowtide.StepResult:
-        result = train_step(engine, batch)
-        losses[engine.global_step] = result.loss.item()
-        batches.append((engine.config.train_batch_size, engine.world_size, len(batch["tokens"])))
-        if engine.global_step == lost_after:
-            raise LostError
-        return result
-
-    folder.mkdir(exist_ok=True)
-    os.chdir(folder)
-    with (
-        patch.object(lowtide.Engine, "train_step", watched),
-        patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
-        patch.dict(os.environ, variables),
-        suppress(LostError),
-    ):
-        import train_gpt
-
-        train_gpt.main(arguments)
-    return losses, batches[-1]
-
-
-def test_the_example_goes_on_without_a_lost_host_as_if_nothing_had_happened(
-    ranks: RankPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """With what the launcher tells every attempt."""
-    data = tmp_path / "data"
-    data.mkdir()
-    for number in range(3):
-        (data / f"file{number}.py").write_text(f"def f{number}(x):\n    return x + {number}\n" * 40, encoding="utf-8")
-    arguments = f"--layers 1 --heads 2 --width 16 --context 16 --checkpoints saved --save-every {SAVE_EVERY}".split()
-    arguments += f"--steps {STEPS} --sample-bytes 0 --out out --report report.json --data".split()
-    arguments += [str(data), "--batch-size-per-process"]
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-
-    def attempt(num_ranks: int, folder: Path, rows: int, lost_after: int, first: int) -> Found:
-        variables = {"LOWTIDE_FIRST_WORLD_SIZE": str(first)}
-        given = (folder, [*arguments, str(rows)], lost_after, variables)
-        found: list[Found] = ranks(num_ranks, train_example, *given, process_group=False)
-        return found[0]
-
-    expected, _ = attempt(1, calm, 8, 0, 1)
-    before, batch_before = attempt(2, stormy, 4, LOST_AFTER, 2)
-    capfd.readouterr()
-    after, batch_after = attempt(1, stormy, 4, 0, 2)
-    assert (
-        "config: train_batch_size: stays 8 on 1 rank, as the job began on 2: microbatch x accumulation x data-parallel "
-        "ranks is now 4 x 2 x 1, was 4 x 1 x 2"
-    ) in "".join(capfd.readouterr())
-    assert [batch_before, batch_after] == [(8, 2, 4), (8, 1, 8)]
-    assert (list(before), list(after)) == ([1, 2, 3, 4, 5], [4, 5, 6, 7, 8])  # from the newest checkpoint on
-    for losses in (before, after):
-        assert losses == pytest.approx({step: expected[step] for step in losses}, abs=1e-5)
-    reports = [json.loads((folder / "report.json").read_text(encoding="utf-8")) for folder in (calm, stormy)]
-    assert reports[1]["validation_loss"] == pytest.approx(reports[0]["validation_loss"], abs=1e-5)

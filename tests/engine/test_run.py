@@ -110,7 +110,7 @@ def trained_split(stage: int | None, mixes: bool = False, apart: bool = False) -
 
 def test_ranks_that_share_layers_make_the_forward_once_together(ranks: RankPool) -> None:
     expected, _ = ranks(1, trained_split, None)[0]
-    for stage in range(4):
+    for stage in (1, 3):
         found, num_calls = ranks(2, trained_split, stage)[0]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
         assert num_calls == 6

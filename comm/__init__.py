@@ -6,33 +6,16 @@ README has the table of transports. All transports except native sum in rank ord
 a tensor is sharded.
 """
 
-from ..watch.progress import Activity, Progress
-from .axis import Axis, Numels, Pending, Terms, regions_of
-from .collectives import EXCHANGE_SLOTS, Arriving, Collectives, exchange_slot_bytes
-from .errors import BODY, CollectiveError, ErrorBroadcast
-from .mesh import Mesh, transport_for
-from .p2p import P2P
-from .parallel_dims import ParallelDims
-from .world import World
-
-__all__ = [
-    "BODY",
-    "EXCHANGE_SLOTS",
-    "P2P",
-    "Activity",
-    "Arriving",
-    "Axis",
-    "CollectiveError",
-    "Collectives",
-    "ErrorBroadcast",
-    "Mesh",
-    "Numels",
-    "ParallelDims",
-    "Pending",
-    "Progress",
-    "Terms",
-    "World",
-    "exchange_slot_bytes",
-    "regions_of",
-    "transport_for",
-]
+from ..watch.progress import Activity as Activity, Progress as Progress
+from .axis import Axis as Axis, Numels as Numels, Pending as Pending, Terms as Terms, regions_of as regions_of
+from .collectives import (
+    EXCHANGE_SLOTS as EXCHANGE_SLOTS,
+    Arriving as Arriving,
+    Collectives as Collectives,
+    exchange_slot_bytes as exchange_slot_bytes,
+)
+from .errors import BODY as BODY, CollectiveError as CollectiveError, ErrorBroadcast as ErrorBroadcast
+from .mesh import Mesh as Mesh, transport_for as transport_for
+from .p2p import P2P as P2P
+from .parallel_dims import ParallelDims as ParallelDims
+from .world import World as World

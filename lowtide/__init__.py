@@ -7,40 +7,22 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # "as" exports a name
     __version__: str
 
-    from .checkpoint.files import CheckpointError, NoCheckpointError
-    from .comm.errors import CollectiveError
-    from .engine.build import initialize
-    from .engine.config.config import Config
-    from .engine.config.errors import ConfigError
-    from .engine.engine import Engine
-    from .engine.plan.machine import Machine
-    from .engine.plan.plan import Plan, plan
-    from .engine.step.features import StepResult
-    from .engine.step.step_sums import NonFiniteGradientError
-    from .offload.host_memory import OffloadError
-    from .zero.loss_scale import LossScaleError
-    from .zero.released import ReleasedParameterError
-
-__all__ = [
-    "CheckpointError",
-    "CollectiveError",
-    "Config",
-    "ConfigError",
-    "Engine",
-    "LossScaleError",
-    "Machine",
-    "NoCheckpointError",
-    "NonFiniteGradientError",
-    "OffloadError",
-    "Plan",
-    "ReleasedParameterError",
-    "StepResult",
-    "initialize",
-    "plan",
-]
+    from .checkpoint.files import CheckpointError as CheckpointError, NoCheckpointError as NoCheckpointError
+    from .comm.errors import CollectiveError as CollectiveError
+    from .engine.build import initialize as initialize
+    from .engine.config.config import Config as Config
+    from .engine.config.errors import ConfigError as ConfigError
+    from .engine.engine import Engine as Engine
+    from .engine.plan.machine import Machine as Machine
+    from .engine.plan.plan import Plan as Plan, plan as plan
+    from .engine.step.features import StepResult as StepResult
+    from .engine.step.step_sums import NonFiniteGradientError as NonFiniteGradientError
+    from .offload.host_memory import OffloadError as OffloadError
+    from .zero.loss_scale import LossScaleError as LossScaleError
+    from .zero.released import ReleasedParameterError as ReleasedParameterError
 
 _HOME = {
     "CheckpointError": ".checkpoint.files",
@@ -59,6 +41,7 @@ _HOME = {
     "initialize": ".engine.build",
     "plan": ".engine.plan.plan",
 }
+__all__ = list(_HOME)
 
 # Set by `lowtide launch`: stacks of a hanging rank are available from the import on, before `initialize`.
 if "LOWTIDE_PROGRESS_FILE" in os.environ:

@@ -130,7 +130,7 @@ def three_figures(number: float, units: Sequence[str]) -> str:
 
     units: for 1, 1000, 1000**2 and so on.
     """
-    power = max((power for power in range(len(units)) if number >= 1000**power), default=0)
+    power = max((power for power in range(len(units)) if abs(number) >= 1000**power), default=0)
     return f"{number / 1000**power:.3g}{units[power]}"
 
 

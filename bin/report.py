@@ -19,11 +19,12 @@ from rich.table import Table
 from ..engine.report.memory_report import MemoryReport, reports_in
 from ..engine.report.monitors import RUN
 from ..engine.report.step_profile import profiles_in
-from .arguments import Parser, console_of, numbers, picture, reports
+from .arguments import Parser, console_of, numbers, picture, reports, three_figures
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22
 _MAX_ROWS = 12  # of owners, and of modules
 _MAX_LABEL = 30
+_UNITS = ("", "k", "M", "G")
 _COLOURS = ("#2b6cb0", "#c05621", "#2f855a", "#6b46c1", "#b83280", "#718096")
 _CHARTS = (  # title, unit, columns
     ("Loss", "", ("train/loss",)),
@@ -254,22 +255,16 @@ def _chart(title: str, unit: str, lines: Mapping[str, Sequence[tuple[float, floa
         drawn.append(f'<circle cx="{mark[0]}" cy="{mark[1]}" r=2.5 fill="{colour}"/>')
         if len(lines) > 1:
             key.append(f'<span class=key style="color:{colour}">{escape(name.partition("/")[2])}</span>')
+    top, bottom = (three_figures(value, _UNITS) for value in (high, low))
     labels = [
-        f'<text x="{_LEFT - 6}" y=16 text-anchor=end font-size=11>{_short_number(high)}</text>',
-        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor=end font-size=11>{_short_number(low)}</text>',
+        f'<text x="{_LEFT - 6}" y=16 text-anchor=end font-size=11>{top}</text>',
+        f'<text x="{_LEFT - 6}" y="{_HEIGHT - _BOTTOM}" text-anchor=end font-size=11>{bottom}</text>',
         f'<text x="{_LEFT}" y="{_HEIGHT - 6}" font-size=11>step {first:g}</text>',
         f'<text x="{_WIDTH - 8}" y="{_HEIGHT - 6}" text-anchor=end font-size=11>{last:g}</text>',
     ]
     caption = escape(title) + (f", {escape(unit)}" if unit else "") + "".join(key)
     svg = f'<svg width="{_WIDTH}" height="{_HEIGHT}" role=img aria-label="{escape(title)}">'
     return f"<figure><figcaption>{caption}</figcaption>{svg}{''.join(drawn)}{''.join(labels)}</svg></figure>"
-
-
-def _short_number(value: float) -> str:
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
 
 
 def _profile(profile: Mapping[str, Any]) -> str:

@@ -172,9 +172,9 @@ class HostRanks:
         note: Callable[[str], None],
     ) -> None:
         self._loop = loop
-        self._job = start.job
+        self._start = start
         self._printed, self._ended, self._note = printed, ended, note
-        self._at_terminal = start.job.inherits_terminal and sys.stdin is not None and sys.stdin.isatty()
+        self._at_terminal = start.inherits_terminal and sys.stdin is not None and sys.stdin.isatty()
         self._ranks: dict[int, _Rank] = {}
         self._is_paused = False
         try:
@@ -187,10 +187,10 @@ class HostRanks:
         # Before the first start: else a rank that ends at once would be noticed only with the next child's end.
         loop.on_signal(signal.SIGCHLD, self._reap)
         try:
-            if start.job.log_folder is not None:
-                (Path(start.job.folder) / start.job.log_folder).mkdir(parents=True, exist_ok=True)
+            if start.log_folder is not None:
+                (Path(start.folder) / start.log_folder).mkdir(parents=True, exist_ok=True)
             for plan in start.host.ranks:
-                self._ranks[plan.rank] = self._started(plan, start)
+                self._ranks[plan.rank] = self._started(plan)
         except (OSError, subprocess.SubprocessError) as error:
             self.close()
             self._ranks.clear()  # `_reap` still comes for the killed ranks, and would report their end as a failure
@@ -249,11 +249,11 @@ class HostRanks:
                 self._end_output(rank)
         self._records.remove()
 
-    def _started(self, plan: RankPlan, start: Start) -> _Rank:
-        job = self._job
+    def _started(self, plan: RankPlan) -> _Rank:
+        start = self._start
         is_plain = plan.rank == PLAIN_RANK
         # Without a pipe `isatty()` holds in the script, so progress bars and colours work. A log needs the pipe.
-        has_terminal = is_plain and job.inherits_terminal and job.log_folder is None
+        has_terminal = is_plain and start.inherits_terminal and start.log_folder is None
         reads_terminal = is_plain and self._at_terminal
         own = dict(plan.environment)
         if has_terminal and sys.stdout.isatty():
@@ -261,24 +261,23 @@ class HostRanks:
             # lines of more ranks could come between.
             own.pop("PYTHONUNBUFFERED", None)
         log = None
-        if job.log_folder is not None:
-            log = Path(job.folder) / job.log_folder / f"rank{plan.rank}.log"
+        if start.log_folder is not None:
+            log = Path(start.folder) / start.log_folder / f"rank{plan.rank}.log"
         read_fd, write_fd = (None, None) if has_terminal else os.pipe()
         output = None
         try:
             if read_fd is not None:
-                output = RankOutput(read_fd, is_plain, log, self._note, job.appends_logs)
+                output = RankOutput(read_fd, is_plain, log, self._note, start.appends_logs)
             # Later entries of `env` win. MASTER_PORT and TORCHELASTIC_* come after the agent's environment, because the
             # launcher may itself run inside a job of torchrun.
             process = subprocess.Popen(
-                command_of(job.command, str(plan.local_rank)),
-                cwd=job.folder,
+                command_of(start.command, str(plan.local_rank)),
+                cwd=start.folder,
                 env={
                     **start.defaults,
                     **os.environ,
-                    **job.environment,
-                    **own,
                     **start.environment,
+                    **own,
                     **self._marks(plan.rank),
                 },
                 stdin=None if reads_terminal else subprocess.DEVNULL,
@@ -303,15 +302,15 @@ class HostRanks:
         return _Rank(plan, process.pid, output)
 
     def _marks(self, rank: int) -> dict[str, str]:
-        return {"LOWTIDE_JOB_ID": self._job.identity, stacks.VARIABLE: self._record(rank)}
+        return {"LOWTIDE_JOB_ID": self._start.identity, stacks.VARIABLE: self._record(rank)}
 
     def _record(self, rank: int) -> str:
         return os.path.join(self._records.path, f"rank{rank}")
 
     def _why_not(self, error: Exception) -> str:
         return (
-            f"the ranks cannot be started: {error}. The folder {self._job.folder} and the command "
-            f"{' '.join(self._job.command)} must exist on every host"
+            f"the ranks cannot be started: {error}. The folder {self._start.folder} and the command "
+            f"{' '.join(self._start.command)} must exist on every host"
         )
 
     def _reap(self) -> None:
@@ -337,7 +336,7 @@ class HostRanks:
         self._ended(Ended(rank, status, clock, last))
 
     def _print(self, rank: int, shown: bytes) -> None:
-        if self._job.sends_output or rank == PLAIN_RANK:
+        if self._start.sends_output or rank == PLAIN_RANK:
             self._printed(rank, shown)
 
     def _read(self, rank: int) -> None:

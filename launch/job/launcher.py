@@ -24,7 +24,6 @@ from ..wire.messages import (
     ProgressReport,
     Signal,
     StackDump,
-    Start,
     Started,
 )
 from .display import Display
@@ -179,15 +178,10 @@ class Launcher:
         hosts = {rank.rank: host.name for host in plan.hosts for rank in host.ranks}
         places = list(zip(self._peers.all, plan.hosts, strict=True))
         self._display.open(hosts, {rank.rank: peer for peer, host in places for rank in host.ranks})
-        job = self._attempt.job(plan, request, self._transport.inherits_terminal)
-        environment = self._attempt.environment(self._prepared.port, plan.world_size)
         for peer, host in places:
             # Before Start is sent: if the agent is lost before it answers, these ranks count as lost.
             peer.running = {rank.rank for rank in host.ranks}
-            interface = self._prepared.interfaces.get(peer.index)
-            # Without it gloo listens at the address of the host's name, and /etc/hosts often maps it to the loopback.
-            defaults = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-            peer.send(Start(host, job, environment, defaults))
+            peer.send(self._attempt.start(self._prepared, host, request, self._transport.inherits_terminal))
         self._stall = StallWatch(
             self._loop, self._peers, hosts, request.step_limit_seconds, self._display.say, self._take_stall
         )

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 from ..hosts.host import Allocation, LaunchError
-from ..hosts.plan import Bind, JobPlan, make_plan
+from ..hosts.plan import Bind, HostPlan, JobPlan, make_plan
 from ..hosts.preflight import HostChecks, clock_offset, faults, folders_of_config, request_for, table
-from ..wire.messages import Check, Checked, Held, Hold, Job, Reach, Reached
+from ..wire.messages import Check, Checked, Held, Hold, Reach, Reached, Start
 from .peers import ANSWER_SECONDS, Peers
 
 
@@ -174,27 +174,29 @@ class Attempt:
     restarts: int = 0
     first_world_size: int | None = None
 
-    def job(self, plan: JobPlan, request: Request, inherits_terminal: bool) -> Job:
-        """Return the message part that all agents get."""
-        return Job(
-            identity=self.identity,
-            command=plan.command,
-            folder=plan.folder,
-            environment=dict(plan.environment),
-            inherits_terminal=inherits_terminal,
-            sends_output=not request.quiet_ranks,
-            log_folder=request.log_dir,
-            appends_logs=self.restarts > 0,
-        )
-
-    def environment(self, port: int, world_size: int) -> dict[str, str]:
-        """Return the variables of every rank that the plan does not know. port: of rank 0's store."""
-        return {
-            "MASTER_PORT": str(port),
+    def start(self, prepared: Prepared, host: HostPlan, request: Request, inherits_terminal: bool) -> Start:
+        """Return the message that starts a host's ranks."""
+        plan, interface = prepared.plan, prepared.interfaces.get(host.index)
+        # The variables of every rank that the plan does not know.
+        more = {
+            "MASTER_PORT": str(prepared.port),
             "LOWTIDE_RESTART_COUNT": str(self.restarts),
-            "LOWTIDE_FIRST_WORLD_SIZE": str(self.first_world_size or world_size),
+            "LOWTIDE_FIRST_WORLD_SIZE": str(self.first_world_size or plan.world_size),
             "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
             "TORCHELASTIC_RUN_ID": self.identity,
             # Inside a torchrun job it is set, and rank 0 would connect to torchrun's store instead of opening a store.
             "TORCHELASTIC_USE_AGENT_STORE": "False",
         }
+        return Start(
+            host=host,
+            identity=self.identity,
+            command=plan.command,
+            folder=plan.folder,
+            environment={**plan.environment, **more},
+            # Without it gloo listens at the address of the host's name, and /etc/hosts often maps it to the loopback.
+            defaults={"GLOO_SOCKET_IFNAME": interface} if interface else {},
+            inherits_terminal=inherits_terminal,
+            sends_output=not request.quiet_ranks,
+            log_folder=request.log_dir,
+            appends_logs=self.restarts > 0,
+        )

@@ -12,7 +12,7 @@ import json
 import reprlib
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -113,25 +113,6 @@ def _hints(kind: type) -> dict[str, Any]:
 PLAIN_RANK = 0  # its output is shown at once, as it comes
 
 
-@dataclass(frozen=True)
-class Job:
-    """The common part of a job for all hosts. identity: a UUID in the environment of each of its processes.
-
-    environment: set for every rank, over the agent's. inherits_terminal: if nothing is logged, PLAIN_RANK has the
-    agent's stdin, stdout and stderr. sends_output: whether the remaining ranks' output is wanted. appends_logs: to the
-    logs of earlier attempts.
-    """
-
-    identity: str
-    command: tuple[str, ...]
-    folder: str
-    environment: dict[str, str]
-    inherits_terminal: bool = False
-    sends_output: bool = True
-    log_folder: str | None = None
-    appends_logs: bool = False
-
-
 class Message:
     """The base of all kinds below."""
 
@@ -174,12 +155,23 @@ class Check(Message):
 
 @dataclass(frozen=True)
 class Start(Message):
-    """Start the host's ranks. The answer is Started. environment: of each rank. defaults: if unset."""
+    """Start the host's ranks. The answer is Started.
+
+    identity: of the job, a UUID in the environment of each of its processes. environment: set for every rank, over the
+    agent's; `defaults`: if unset. inherits_terminal: if nothing is logged, PLAIN_RANK has the agent's stdin, stdout and
+    stderr. sends_output: whether the remaining ranks' output is wanted. appends_logs: to the logs of earlier attempts.
+    """
 
     host: HostPlan
-    job: Job
+    identity: str
+    command: tuple[str, ...]
+    folder: str
     environment: dict[str, str]
-    defaults: dict[str, str]
+    defaults: dict[str, str] = field(default_factory=dict)
+    inherits_terminal: bool = False
+    sends_output: bool = True
+    log_folder: str | None = None
+    appends_logs: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ WAITS = Wait("gather of layers.7", 1, 120, 0, 1, 4, 31.4)
 MESSAGES: list[Message] = [
     Start(
         HostPlan("h", 1, (RankPlan(3, 0, "GPU-1", (0, 1), {"A": ODD}), RankPlan(4, 1, None, (), {}))),
-        messages.Job("id", ("python", ODD), "/a b", {"NOTE": ODD}),
-        {},
-        {},
+        "id",
+        ("python", ODD),
+        "/a b",
+        {"NOTE": ODD},
     ),
     messages.Output(2, bytes(range(256)).decode("latin-1")),
     Ended(1, -9, 1.5, None),

@@ -15,7 +15,7 @@ from lowtide.launch.agent.host_ranks import HostRanks
 from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.hosts.plan import HostPlan
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Job, Start
+from lowtide.launch.wire.messages import Start
 from lowtide.watch.record import PREFIX, RecordFolder, memory_folder, remove_dead_folders
 
 
@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_and_not_left(monkeypatch: pyte
         RecordFolder(tmp_path)
     assert os.listdir(tmp_path) == []
     monkeypatch.setattr("lowtide.launch.agent.host_ranks.RecordFolder", fails(errno.ENOSPC))
-    start = Start(HostPlan("a", 0, ()), Job("id", ("true",), "/", {}), {}, {})
+    start = Start(HostPlan("a", 0, ()), "id", ("true",), "/", {})
     loop = Loop()
     with pytest.raises(LaunchError, match=r"cannot make a folder for their records in .*No space left on device. Free"):
         HostRanks(loop, start, Mock(), Mock(), Mock())
@@ -70,9 +70,9 @@ from lowtide.launch.agent.host_ranks import HostRanks
 from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.hosts.plan import HostPlan, RankPlan
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Job, Start
-job = Job("id", ("sleep", "600"), sys.argv[1], {}, log_folder="logs")
-start = Start(HostPlan("a", 0, tuple(RankPlan(rank, rank, None, (), {}) for rank in range(2))), job, {}, {})
+from lowtide.launch.wire.messages import Start
+host = HostPlan("a", 0, tuple(RankPlan(rank, rank, None, (), {}) for rank in range(2)))
+start = Start(host, "id", ("sleep", "600"), sys.argv[1], {}, log_folder="logs")
 loop, ended = Loop(), []
 before = os.listdir("/proc/self/fd")
 try:

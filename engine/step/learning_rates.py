@@ -68,6 +68,16 @@ def _is_needed(parameter: inspect.Parameter) -> bool:
     return parameter.default is inspect.Parameter.empty and not may_be_left_out
 
 
+def _parts(scheduler: Any) -> list[Any]:
+    """Return the schedulers with base rates: the scheduler, or those that a SequentialLR or ChainedScheduler has."""
+    inner = [part for one in getattr(scheduler, "_schedulers", ()) for part in _parts(one)]
+    return [*inner, scheduler] if hasattr(scheduler, "base_lrs") else inner
+
+
+def _base_rates(scheduler: Any) -> list[float]:
+    return [float(rate) for part in _parts(scheduler) for rate in part.base_lrs]
+
+
 class LearningRates(StepFeature):
     """Sets the learning rates of the parameter groups after each step. It is off if they are constant."""
 
@@ -80,6 +90,7 @@ class LearningRates(StepFeature):
         self._betas = betas
         self.scheduler = scheduler
         self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        self._base_rates = _base_rates(scheduler)  # in this run, before a load
         self.is_on = schedule is not None or scheduler is not None
         self.apply()
 
@@ -154,20 +165,23 @@ class LearningRates(StepFeature):
             self._base = list(saved["base"])
         # The config has another lr than the saved run. torch's schedulers compute a rate from the last rate, so both
         # scale.
-        elif hasattr(self.scheduler, "base_lrs"):
-            if not then["lr"]:
+        elif loaded := _base_rates(self.scheduler):
+            # OneCycleLR, say, starts from the same rates whatever the config says.
+            follows = bool(then["lr"]) and loaded != self._base_rates
+            if not follows:
                 logger.warning(
-                    "optimizer.params.lr: %s has no effect on %s, which continues with its saved rates: a saved 0 "
-                    "cannot be scaled",
+                    "optimizer.params.lr: %s has no effect on %s, which continues with its saved rates: it sets its "
+                    "rates itself, or the saved rate is 0, which cannot be scaled",
                     now["lr"],
                     type(self.scheduler).__name__,
                 )
-            self._scale_scheduler(saved["options"], now["lr"] / then["lr"] if then["lr"] else 1.0)
+            self._scale_scheduler(saved["options"], now["lr"] / then["lr"] if follows else 1.0)
         self.apply()
 
     def _scale_scheduler(self, saved: Sequence[Mapping[str, Any]], ratio: float) -> None:
         """Multiply all learning rates of the caller's scheduler by `ratio`."""
-        self.scheduler.base_lrs = [base * ratio for base in self.scheduler.base_lrs]
+        for scheduler in _parts(self.scheduler):
+            scheduler.base_lrs = [base * ratio for base in scheduler.base_lrs]
         for group, options in zip(self._optimizer.param_groups, saved, strict=True):
             group.update({key: options[key] * ratio for key in ("lr", "initial_lr") if key in options})
 

@@ -112,6 +112,17 @@ def test_an_option_that_the_config_now_says_otherwise_is_the_configs(
     ]
 
 
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_goes_on_as_if_the_run_had_begun_with_the_new_learning_rate(tmp_path: Path, name: str) -> None:
+    options = {"lr_scheduler": SCHEDULERS[name]}
+    doubled = CASE.at(1, config={"optimizer": {**ADAMW, "params": {**ADAMW["params"], "lr": 2e-2}}})
+    trip = Trip(CASE.at(1), doubled, options, steps_before=3)
+    save_trips([trip], tmp_path, 1)
+    found = load_trips([trip], tmp_path, 1)[0].lrs
+    with engine_for(doubled, 1, **options) as engine:
+        assert found == pytest.approx(run_steps(engine, doubled, 0, 3 + len(found)).lrs[3:])
+
+
 def test_a_scheduler_goes_on_if_the_saved_learning_rate_was_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """OneCycleLR sets all rates itself; a factor from a rate of 0 to another does not exist."""
     options = {"lr_scheduler": SCHEDULERS["one cycle"]}

@@ -79,7 +79,12 @@ def make_process_group(device: torch.device, timeout_seconds: float) -> None:
     rank, size = launched_ranks()
     started = time.monotonic()
     try:
-        dist.init_process_group(backend, store=_next_store(timeout), rank=rank, world_size=size, timeout=timeout)
+        store = _next_store(timeout)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        # A rank that is ahead may fail and destroy the group while gloo still connects another rank to it.
+        if store.add("connected", 1) == size:
+            store.set("all connected", "")
+        store.wait(["all connected"])
     except dist.DistError as error:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CollectiveError(

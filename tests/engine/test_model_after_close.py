@@ -247,6 +247,14 @@ def one_after_the_other(late_rank: int) -> list[float]:
     return losses
 
 
+def refused_at_once() -> list[float]:
+    """Each time the process group is made, and left before the other rank is surely connected."""
+    for _ in range(3):
+        with pytest.raises(ValueError, match="expected real parameters"):
+            lowtide.initialize(nn.Linear(2, 2, dtype=torch.complex64), {})
+    return one_closes_first()
+
+
 def with_a_store_that_outlives_groups() -> list[float]:
     """As under torchrun, whose agent keeps the store that the ranks meet in."""
     port, rank = int(os.environ["MASTER_PORT"]), int(os.environ["RANK"])
@@ -265,6 +273,7 @@ def with_a_store_that_outlives_groups() -> list[float]:
         (one_closes_first, (), 60),
         (one_after_the_other, (0,), 60),
         (one_after_the_other, (1,), 60),
+        (refused_at_once, (), 60),
         (with_a_store_that_outlives_groups, (), 10),
     ],
 )

@@ -30,6 +30,7 @@ from ..watch.log import logger
 TAG = "checkpoint"
 TRAINER_FILE = "trainer.ckpt"
 _KEY = "lightning"
+_TIED = "lowtide_tied"  # in the trainer file: further names of tied parameters -> the name in the safetensors
 _IN_ENGINE = ("state_dict", "optimizer_states")  # empty in the Trainer's dump
 _FULL = "lr_schedulers"  # in the Trainer's dump, unless it wants only weights
 
@@ -46,6 +47,11 @@ def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, An
     # `save_weights_only`: a folder that any tool can read.
     engine.export(folder)
     if is_first:
+        names: dict[int, str] = {}
+        tied = {
+            name: names.setdefault(id(value), name) for name, value in engine.module.state_dict(keep_vars=True).items()
+        }
+        kept[_TIED] = {name: first for name, first in tied.items() if name != first}
         torch.save(kept, Path(folder) / TRAINER_FILE)
 
 
@@ -118,11 +124,12 @@ def read_whole(folder: str | os.PathLike[str], weights_only: bool | None = False
     path = Path(folder)
     if (path / TRAINER_FILE).is_file():  # saved with save_weights_only
         dumped, values = _read(path / TRAINER_FILE, weights_only), whole_values(SafetensorsSource(path))
-        return {**dumped, "state_dict": values, "optimizer_states": []}
-    checkpoint = CheckpointFolder(path).open()
-    dumped = trainer_state(path, weights_only)
-    values = whole_values(checkpoint.weights)
-    values.update({alias: values[name] for alias, name in checkpoint.manifest.aliases.items()})
+        tied = dumped.pop(_TIED, {})
+    else:
+        checkpoint = CheckpointFolder(path).open()
+        dumped, values = trainer_state(path, weights_only), whole_values(checkpoint.weights)
+        tied = checkpoint.manifest.aliases
+    values.update({alias: values[name] for alias, name in tied.items()})
     return {**dumped, "state_dict": values, "optimizer_states": []}
 
 

@@ -55,6 +55,7 @@ def lightning() -> Any:
 def module(pl: Any, **how: Any) -> Any:
     """calls "net": in training_step, in place of the module itself. manual: optimization. configured: the net is made
     in `configure_model`, on_meta: on the meta device. optimizers: how many.
+    tied: two of the net's layers are the same.
     trained_only: of what is not frozen, without a scheduler. skipped: batches whose training_step returns None."""
 
     class Module(pl.LightningModule):  # type: ignore[misc]  # of the package that is used
@@ -63,7 +64,10 @@ def module(pl: Any, **how: Any) -> Any:
             self.how = how
             self.automatic_optimization = not how.get("manual")
             self.losses: list[float] = []
-            self.net: Any = None if how.get("configured") else Net()
+            net = Net()
+            if how.get("tied"):
+                net.layers[1] = net.layers[0]
+            self.net: Any = None if how.get("configured") else net
 
         def configure_model(self) -> None:
             if self.net is None:

@@ -61,11 +61,11 @@ def test_a_fit_goes_on_where_it_was_saved(ranks: RankPool, tmp_path: Path) -> No
 
 @on_ranks(2)
 def test_weights_alone_and_one_file_have_the_same_values(tmp_path: Path) -> None:
-    """Of the fit, of weights alone, of one ordinary file: in ours, in DDP, without a Trainer."""
+    """Of the fit, of weights alone, of one ordinary file: in ours, in DDP, without a Trainer, also of a tied layer."""
     pl = lightning()
     from lowtide.lightning import consolidate
 
-    made = module(pl)
+    made = module(pl, tied=True)
     runner = trainer(pl, "lowtide_stage_3")
     runner.fit(made, loader(), loader())
     runner.save_checkpoint(f"{tmp_path}/full")
@@ -77,7 +77,7 @@ def test_weights_alone_and_one_file_have_the_same_values(tmp_path: Path) -> None
         runner = trainer(pl, kind)
         runner.strategy.barrier()
         (metrics,) = runner.test(
-            module(pl), loader(), ckpt_path=f"{tmp_path}/{path}", verbose=False, weights_only=False
+            module(pl, tied=True), loader(), ckpt_path=f"{tmp_path}/{path}", verbose=False, weights_only=False
         )
         found.append(metrics["valid"])
         closed(runner)

@@ -254,15 +254,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         folder = self._newest_state() if input_dir is None else os.path.expanduser(input_dir)
         with same_random_state():  # accelerate restores each rank's below
             for tag, engine in self._tags():
-                engine.load_checkpoint(folder, tag)
+                if engine.optimizer.param_groups:
+                    engine.load_checkpoint(folder, tag)
+                else:  # also from the checkpoint of a training
+                    is_whole = not engine.config.checkpoint.exclude_frozen_parameters
+                    engine.load_weights(Path(folder, tag), strict=is_whole)
         # After the engines: accelerate's part ends with the random states, and these must come last.
         with self._engines_aside(self._load_model_state_pre_hook, lambda models: (models,)):
             super().load_state(folder, load_kwargs, **kwargs)
 
     def _tags(self) -> list[tuple[str, Engine]]:
-        """Return the trained engines with the tags of their checkpoints, in the order of preparation."""
-        trained = [engine for engine in self.engines if engine.optimizer.param_groups]
-        return [(MODEL_NAME if not index else f"{MODEL_NAME}_{index}", engine) for index, engine in enumerate(trained)]
+        """Return the engines with the tags of their checkpoints: trained engines first, in the order of preparation."""
+        engines = sorted(self.engines, key=lambda engine: not engine.optimizer.param_groups)
+        return [(MODEL_NAME if not index else f"{MODEL_NAME}_{index}", engine) for index, engine in enumerate(engines)]
 
     def _newest_state(self) -> str:
         naming = self.project_configuration

@@ -147,8 +147,8 @@ def test_optimizer_and_schedule_may_be_the_configs(ranks: RankPool) -> None:
 
 
 @on_ranks(2)
-def test_a_teacher_stands_beside_what_is_trained() -> None:
-    """A student with an optimizer, and a teacher without one."""
+def test_a_teacher_stands_beside_what_is_trained(tmp_path: Path) -> None:
+    """A student with an optimizer, and a teacher without one. Both are saved, and load without an optimizer too."""
     accelerator = accelerator_of(stage(3))
     torch.manual_seed(1)
     teacher, student = nn.Linear(5, 5), nn.Linear(5, 5)
@@ -161,6 +161,17 @@ def test_a_teacher_stands_beside_what_is_trained() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert [type(one).__name__ for one in (found, learns)] == ["Engine", "Engine"] and losses[-1] < losses[0]
+    found.set_full("weight", torch.full((5, 5), 2.0))
+    accelerator.save_state(str(tmp_path))
+    learned = learns.full("weight")
+    found.set_full("weight", torch.full((5, 5), 3.0))
+    accelerator.load_state(str(tmp_path))
+    assert found.full("weight").eq(2).all()
+    accelerator.free_memory()
+    evaluation = accelerator_of(stage(2))
+    evaluated = evaluation.prepare(nn.Linear(5, 5))
+    evaluation.load_state(str(tmp_path))
+    assert evaluated.full("weight").equal(learned)
 
 
 @on_ranks(2)

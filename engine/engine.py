@@ -743,12 +743,13 @@ class Engine(ModuleFacade):
         """
         self._steps.forget()
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
-            restored = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
-            self._state.restore(restored.training, restored.config)
+            loaded = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
+            training, config, client_state = loaded
+            self._state.restore(training, config)
         for feature in self._features.after_load:
             feature(self.global_step)
-        self._state.restore_client_state(restored.client_state)
-        return restored.client_state
+        self._state.restore_client_state(client_state)
+        return client_state
 
     def close(self) -> None:
         """Remove the hooks, and leave the process group if an engine made it. No call is possible afterwards.

@@ -6,7 +6,7 @@ import os
 import platform
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -48,16 +48,6 @@ from .save_job import SaveJob
 from .weights import first_floating, model_files
 
 _INTACT = "What was saved before is as it was, and training can go on."
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The state of a checkpoint beside tensors. training: as given to `save`."""
-
-    tag: str
-    training: Any
-    config: Mapping[str, Any]
-    client_state: dict[str, Any]
 
 
 class Checkpointer:
@@ -195,8 +185,8 @@ class Checkpointer:
 
     def load(
         self, folder: str | os.PathLike[str], tag: str | None, registered: Mapping[str, Any], scheduler: Any
-    ) -> Restored:
-        """Load parameters, optimizer states and random states, and return the rest.
+    ) -> tuple[Any, Mapping[str, Any], dict[str, Any]]:
+        """Load parameters, optimizer states and random states. Returns (training as of `save`, config, client state).
 
         registered: the caller's client state. Its objects with a `load_state_dict`, and the scheduler, load their
         states before anything else changes; if a rank fails, they get their present states back. Raises
@@ -253,7 +243,7 @@ class Checkpointer:
             logger.warning("%s", _ISLAND_LEFT)
         self._restore_random(checkpoint, random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
-        return Restored(tag, training, checkpoint.manifest.config, own_client_state)
+        return training, checkpoint.manifest.config, own_client_state
 
     # -- parts of a checkpoint ------------------------------------------------------------------------------------
 

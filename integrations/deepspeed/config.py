@@ -84,8 +84,6 @@ class DeepSpeedConfig:
         self.train_batch_size: Any = resolved.train_batch_size
         self.train_micro_batch_size_per_gpu: Any = resolved.train_micro_batch_size_per_gpu
         self.gradient_accumulation_steps: Any = resolved.gradient_accumulation_steps or 1
-        samples = int(self.train_micro_batch_size_per_gpu or 1) * self.gradient_accumulation_steps
-        self._num_data_ranks = int(self.train_batch_size or samples) // samples
 
     def _tag_validation(self) -> str:
         """Return how to treat different tags on different ranks. Raises ConfigError for an unknown word."""

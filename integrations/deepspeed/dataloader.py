@@ -55,7 +55,6 @@ class DeepSpeedDataLoader:
         """num_local_io_workers: processes that read; None: read in this process."""
         self.dataset = dataset
         self.batch_size = batch_size
-        self.post_process_func: Callable[..., Any] | None = None
         is_stream = isinstance(dataset, IterableDataset)
         if data_sampler is None and not is_stream:
             data_sampler = (

@@ -494,8 +494,7 @@ class DeepSpeedEngine(nn.Module):
         )
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
-        if self.training_dataloader is not None:
-            self.training_dataloader.post_process_func = post_process_func
+        """Do nothing: DeepSpeed calls the function with curriculum learning alone, which is refused here."""
 
     # -- weights --------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ class LowtideStrategy(EngineStrategy, DDPStrategy):  # type: ignore[misc]  # the
     """The strategy for `lightning`: see `EngineStrategy`."""
 
     precision_class = LowtidePrecision
-    package = "lightning.pytorch"
 
     @staticmethod
     def registry() -> Any:

@@ -21,7 +21,6 @@ class PytorchLightningStrategy(EngineStrategy, DDPStrategy):  # type: ignore[mis
     """The strategy for `pytorch_lightning`: see `EngineStrategy`."""
 
     precision_class = PytorchLightningPrecision
-    package = "pytorch_lightning"
 
     @staticmethod
     def registry() -> Any:

@@ -59,7 +59,6 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
 
     strategy_name = "lowtide"
     precision_class: type[EnginePrecision]
-    package: str  # of Lightning
     optimizers: Any
     _precision_plugin: Any
 

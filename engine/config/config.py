@@ -71,6 +71,7 @@ from .translate import (
     Fill,
     deepspeed,
     filled,
+    is_foreign,
     other_keys,
     planned,
     sections_of,
@@ -172,6 +173,7 @@ class Config(Section):
     _source: str | None = PrivateAttr(default=None)
     _auto_batch_keys: tuple[str, ...] = PrivateAttr(default=())
     _planned_keys: tuple[str, ...] = PrivateAttr(default=())
+    _is_foreign: bool = PrivateAttr(default=False)
 
     @classmethod
     def load(
@@ -192,8 +194,9 @@ class Config(Section):
         raw, name = read(source)
         # First, since a switch of DeepSpeed may be text, and the dialect takes only booleans.
         raw, fill_notes = filled(raw, fill or {}, cls)
-        raw, unread_notes = deepspeed().without_unread(raw)
-        translation = translate(raw)
+        dialect = deepspeed() if is_foreign(raw, cls) else None
+        raw, unread_notes = dialect.without_unread(raw) if dialect is not None else (raw, [])
+        translation = translate(raw, dialect)
         config, faults = _validate(translation.values)
         # Both kinds of faults together: a user with ten faults should not need ten runs.
         faults = translation.faults + faults
@@ -207,7 +210,9 @@ class Config(Section):
             if path not in BATCH_KEYS and path not in chosen
         ]
         # Only fields are frozen. These attributes belong to the reading of the config.
-        config._notes = tuple(notes + _idle_settings(config) + deepspeed().other_defaults(raw, config))
+        notes += _idle_settings(config)
+        config._notes = tuple(notes if dialect is None else notes + dialect.other_defaults(raw, config))
+        config._is_foreign = dialect is not None
         config._source = name
         config._auto_batch_keys = tuple(
             path for path in translation.auto_paths if path in BATCH_KEYS and path not in chosen
@@ -238,7 +243,7 @@ class Config(Section):
             for key in self._planned_keys
             if key in reasons
         ]
-        made._notes, made._source = (*self._notes, *chosen), self._source
+        made._notes, made._source, made._is_foreign = (*self._notes, *chosen), self._source, self._is_foreign
         return made
 
     @property
@@ -254,7 +259,7 @@ class Config(Section):
         text = [note for note in self._notes if READ in note]
         rest = [note for note in self._notes if note not in text]
         said = ["; ".join(text)] if text else []
-        rules = deepspeed().REASONS
+        rules = deepspeed().REASONS if self._is_foreign else {}
         idle = [note for note in rest if note.partition(": ")[0] in rules and " has no effect here: " in note]
         # The line for several keys names no reasons. A single key has room for its reason.
         if len(idle) < 2:

@@ -12,7 +12,7 @@ from ...configs.section import Section
 from .batch import BATCH_KEYS
 from .config import Config
 from .errors import ConfigError, Fault, quoted
-from .read import items_of, join, read
+from .read import join, leaves, read
 from .translate import ALIASES, deepspeed, filled, translate
 
 Source = str | os.PathLike[str] | Mapping[str, object]
@@ -69,7 +69,7 @@ def explain(source: Source, world_size: int | None = None) -> Explanation:
     if not isinstance(size, Mapping) and not any(fault.path == "tiles" for fault in faults):
         raw["tiles"] = {"mlp": size, "loss": size}  # see TilesConfig
     # A config with faults has no notes. Those of the translation are known all the same.
-    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw).notes])
+    notes = _by_path(config.notes if config is not None else [*text_notes, *translate(raw, deepspeed()).notes])
     notes |= dict.fromkeys(config.planned_keys if config is not None else (), _PLANNED)
     file = _File.of(raw, notes, faults)
     # `dict` keeps sections as objects. A dump would lose the class of the params.
@@ -95,7 +95,7 @@ def _loaded(raw: dict[str, object], world_size: int | None) -> tuple[Config | No
 
 def _apart(raw: dict[str, object]) -> dict[str, object]:
     """Return optimizer and scheduler of a config with faults. Their keys depend only on their type."""
-    values, found = translate(raw).values, dict[str, object]()
+    values, found = translate(raw, deepspeed()).values, dict[str, object]()
     # The keys of `params` follow from the type, so each section is checked by itself, without its faulty neighbours.
     for name in {"optimizer", "scheduler"} & values.keys():
         with suppress(ValidationError):
@@ -128,7 +128,7 @@ def _part(section: Mapping[str, Any], is_in_it: Callable[[str], bool], at: str =
 
 def _translated(raw: dict[str, object]) -> dict[str, object]:
     """Return path -> value of our keys."""
-    return {path: value for path, value in leaves(translate(raw).values).items() if value != {}}
+    return {path: value for path, value in leaves(translate(raw, deepspeed()).values).items() if value != {}}
 
 
 def _named(section: str, key: str) -> str:
@@ -298,8 +298,3 @@ def _whole(source: Source, world_size: int | None) -> tuple[dict[str, object], d
     assert config is not None
     values = leaves(config.as_dict()) | dict.fromkeys(config.planned_keys, "auto")
     return values, {one.path: one.origin for one in found.keys}
-
-
-def leaves(values: Mapping[str, Any]) -> dict[str, object]:
-    """Return path -> value of each key that is no section, at any depth."""
-    return {path: value for path, value in items_of(values) if not isinstance(value, Mapping) or not value}

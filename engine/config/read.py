@@ -264,3 +264,8 @@ def items_of(section: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, 
         yield here, value
         if isinstance(value, Mapping):
             yield from items_of(value, here)
+
+
+def leaves(values: Mapping[str, Any]) -> dict[str, object]:
+    """Return path -> value of each key that is no section, at any depth."""
+    return {path: value for path, value in items_of(values) if not isinstance(value, Mapping) or not value}

@@ -1,7 +1,8 @@
 """Translates the keys of a file to the fields of Config: aliases, "auto", text as values, names of types.
 
-[Note: dialect] A file may be written for DeepSpeed. `lowtide.deepspeed.dialect` takes the keys that it knows out of the
-file, with a note or a fault for each. It knows none of our keys, so a file with these alone stays as it is.
+[Note: dialect] A file with a key that is not ours, or without a key that only we have, may be written for DeepSpeed.
+`lowtide.deepspeed.dialect` takes the keys that it knows out of the file, with a note or a fault for each. It knows none
+of our keys, so explaining a file may always ask it. A training imports it for such files alone.
 
 [Note: text for a value] YAML 1.1 reads 1e-3 as text, and templates write every value as text. For a key that takes a
 number, text that is a finite number as a whole becomes this number. For a key that takes true or false, so do "true"
@@ -9,7 +10,7 @@ and "false". The value must then fit its key as if written without quotes: "5e8"
 text stays text, and the key accepts or refuses it: "yes" and "1" are no booleans, "true" is no number.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, get_args
@@ -21,7 +22,7 @@ from ...optimizers import OPTIMIZERS
 from .batch import BATCH_KEYS
 from .errors import MAX_FAULTS, ConfigError, Fault, did_you_mean, quoted, unknown_key
 from .optimizer import canonical_optimizer
-from .read import items_of, join
+from .read import items_of, join, leaves
 from .scheduler import SCHEDULER_PARAMS, SCHEDULERS, canonical_scheduler
 
 ALIASES = {  # second name of a key -> its name
@@ -137,6 +138,17 @@ def deepspeed() -> Any:
     return dialect
 
 
+def is_foreign(raw: Mapping[str, Any], fields: type[Section], also: Iterable[str] = ()) -> bool:
+    """Return whether a file may be written for DeepSpeed. also: further paths that must be ours."""
+    ours = own_keys(fields).keys() | REMOVED.keys()
+    empty = {path for path, value in leaves(raw).items() if value == {}} & sections_of(fields).keys()
+    paths = {canonical(path) for path in {*leaves(raw), *also} - empty}
+    # An object can be a value too: `tensor_parallel.plan` has keys that no list knows.
+    objects = tuple(f"{path}." for path in ours - {path.rpartition(".")[0] for path in ours})
+    is_own = all(path in ours or path.startswith(objects) for path in paths)
+    return not is_own or says_no_own_word(raw, {path for path, _ in items_of(raw)})
+
+
 def other_keys(section: str) -> list[str]:
     """Return the key names that are allowed below a section beside its fields; "" is the top level."""
     prefix = f"{section}." if section else ""
@@ -165,13 +177,17 @@ def planned(auto_paths: list[str]) -> tuple[str, ...]:
     return tuple(path for path in auto_paths if path in PLANNED or path in PLANNED_BESIDE)
 
 
-def translate(raw: dict[str, object]) -> Translation:
-    """Translate plain values without comments to values of Config's fields, notes and faults."""
+def translate(raw: dict[str, object], dialect: Any) -> Translation:
+    """Translate plain values without comments to values of Config's fields, notes and faults.
+
+    dialect: `deepspeed()`, or None for a file that is not foreign.
+    """
     out = Translation({})
     # Each "auto" with a meaning is gone after this: optimizer and scheduler see a missing key in its place.
-    out.values = _walk(raw, "", out)
+    out.values = _walk(raw, "", out, dialect)
     # Before the optimizer is read: `finish` may change its params, for example for DeepSpeed's `bf16_optimizer_states`.
-    deepspeed().finish(out)
+    if dialect is not None:
+        dialect.finish(out)
     for name, canonical_form in (("optimizer", canonical_optimizer), ("scheduler", canonical_scheduler)):
         given = out.values.pop(name, None)
         if not isinstance(given, dict):
@@ -210,7 +226,7 @@ def _give_back(section: dict[str, object], name: str, params: type[Section], aut
         auto_paths[:] = [path for path in auto_paths if path not in unknown]
 
 
-def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, object]:
+def _walk(section: dict[str, object], path: str, out: Translation, dialect: Any) -> dict[str, object]:
     """Return a section's keys for Config, without aliases, "auto" and keys of the dialect."""
     kept: dict[str, object] = {}
     for key, value in section.items():
@@ -228,12 +244,12 @@ def _walk(section: dict[str, object], path: str, out: Translation) -> dict[str, 
         if here in REMOVED:
             out.add([_removed(here, value)])
         # The dialect first: null and "auto" may have a meaning for its keys.
-        elif deepspeed().take(here, value, section, kept, out) or (value is None and here in NULL_IS_DEFAULT):
+        elif (dialect and dialect.take(here, value, section, kept, out)) or (value is None and here in NULL_IS_DEFAULT):
             continue
         elif value == "auto" and (here in AUTO or here in BATCH_KEYS or here in PLANNED):
             out.auto_paths.append(here)
         elif isinstance(value, dict):
-            kept[key] = _walk(value, here, out)
+            kept[key] = _walk(value, here, out, dialect)
         else:
             kept[key] = value
     return kept
@@ -273,7 +289,8 @@ def filled(raw: dict[str, object], fill: Fill, fields: type[Section]) -> tuple[d
     ConfigError for a path that no config has. See [Note: text for a value].
     """
     values = {canonical(path): value for path, value in fill.items()}
-    known = {**own_keys(fields), **deepspeed().keys()}
+    # A path of `fill` by DeepSpeed's name asks for its keys, even if the file has none of them.
+    known = {**own_keys(fields), **(deepspeed().keys() if is_foreign(raw, fields, values) else {})}
     faults = [
         Fault(path, "unknown", f"fill: no config has such a key{did_you_mean(path, known)}")
         for path in fill

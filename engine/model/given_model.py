@@ -20,7 +20,7 @@ from ...zero.released import ReleasedParameter
 from ..blueprint.optimizer_plan import OptimizerPlan
 from ..config.config import Config
 from ..config.errors import quoted
-from ..config.explain import leaves
+from ..config.read import leaves
 from .deferred import DeferredModel, LaterModel, build_in_files, move
 from .recording import NotRecordedError
 

@@ -24,10 +24,10 @@ def train_and_evaluate(case: Case) -> tuple[Outcome, list[float]]:
     evaluated = []
 
     def take(engine: lowtide.Engine, case: Case, step: int) -> Any:
+        with torch.inference_mode():  # whose tensors no backward may save
+            own = engine._mesh.world.gather_objects(engine(*case.share(engine, step)).item())
         evaluated.append(engine.eval_step(case.share(engine, step)).item())
         assert engine.module.training
-        with torch.inference_mode():
-            own = engine._mesh.world.gather_objects(engine(*case.share(engine, step)).item())
         assert sum(own) / len(own) == pytest.approx(evaluated[-1], rel=1e-6)
         result = take_step(engine, case, step)
         engine.eval_step(share_of(case.batch(99, 6 * engine.world_size)))

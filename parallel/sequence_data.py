@@ -109,22 +109,6 @@ class SequenceShard(dict[str, Any]):
         return SequenceShard(change(dict(self)), self.whole, self.factor, self.ignored)
 
 
-@dataclass(frozen=True)
-class SequenceTrial:
-    """A few tokens of a batch, to check that tokens mix in attention alone and that losses of parts add up.
-
-    one: only token `at` has a label. other: all tokens except `at` are changed, if `differs`. batch: a small batch with
-    more labels, to be split. has_labels: whether the batch had labels.
-    """
-
-    one: SequenceShard
-    other: SequenceShard
-    at: int
-    batch: dict[str, Any]
-    differs: bool
-    has_labels: bool
-
-
 class SequenceData:
     """Splits microbatches into the parts of ranks."""
 
@@ -188,8 +172,15 @@ class SequenceData:
         labels = torch.full_like(made["shift_labels"], label)
         return SequenceShard(_with_labels(made, labels), part.whole, 1.0)
 
-    def trial(self, batch: Any, device: torch.device) -> SequenceTrial:
-        """Return the tokens for a check. Only for an axis of a single rank, which has all tokens."""
+    def trial(
+        self, batch: Any, device: torch.device
+    ) -> tuple[SequenceShard, SequenceShard, int, bool, dict[str, Any] | None]:
+        """Return a few tokens, to check that tokens mix in attention alone and that losses of parts add up.
+
+        (one, other, at, differs, tried): in `one` only token `at` has a label; in `other` all tokens except `at` are
+        changed, if `differs`; `tried` is a small batch with more labels, to be split, or None for a batch without
+        labels. Only for an axis of a single rank, which has all tokens.
+        """
         part = self.part(batch, device, needs_labels=False)
         labels, ignored, length = part.get("shift_labels"), part.ignored, part["position_ids"].shape[1]
         labelled = [length // 2] if labels is None else (labels != ignored).any(0).nonzero().flatten().tolist()
@@ -212,7 +203,7 @@ class SequenceData:
                 changed[name][:, at] = made[name][:, at]
                 differs = differs and not torch.equal(changed[name], made[name])
         one, other = (SequenceShard(inputs, part.whole, 1.0) for inputs in (made, changed))
-        return SequenceTrial(one, other, at, tried, differs, labels is not None and bool(labelled))
+        return one, other, at, differs, tried if labels is not None and labelled else None
 
     def _check(self, given: Mapping[str, Any], length: int, needs_labels: bool) -> None:
         positions, seen = given.get("position_ids"), given.get("attention_mask")

@@ -25,7 +25,7 @@ from .axes import EXPERT, PIPE, REPLICA, SEQUENCE, SHARD, TENSOR, parallel_dims_
 from .offload import OffloadPlan, Placement
 from .optimizer_plan import OptimizerChoice, OptimizerPlan
 from .pipeline_plan import PipelinePlan
-from .places import AlikePlaces, Places, Splits
+from .places import AlikePlaces, Places, splits_of
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -120,8 +120,8 @@ class Blueprint:
         parallel_dims, sharding = _axes(config, policy, wire, num_ranks)
         dtypes = replace(dtypes, wire=wire)
         units = tuple(units or plan_units(model, None if zero.units == "auto" else zero.units))
-        splits = Splits.of(config, model, split, tensor)
-        places = Places(units, splits, chosen, dtypes, sharding, parallel_dims).plans(alike)
+        pipeline, tensor, experts = splits = splits_of(config, model, split, tensor)
+        places = Places(units, *splits, chosen, dtypes, sharding, parallel_dims).plans(alike)
         # Equal places share a plan object. Each is checked once.
         chosen.check_states([group for place in {id(one): one for one in places}.values() for group in place.updated])
         return cls(
@@ -131,9 +131,9 @@ class Blueprint:
             sharding=sharding,
             dtypes=dtypes,
             units=units,
-            tensor=splits.tensor,
-            experts=splits.experts,
-            pipeline=splits.pipeline,
+            tensor=tensor,
+            experts=experts,
+            pipeline=pipeline,
             places=places,
             optimizer=chosen,
             offload_plan=offload_plan,

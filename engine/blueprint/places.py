@@ -1,7 +1,4 @@
-"""The plan of each place: a pipeline stage, with a part of its experts and layers.
-
-`Splits` holds the plans of these three; `Places` combines them.
-"""
+"""The plan of each place: a pipeline stage, with a part of its experts and layers (`Places`)."""
 
 from __future__ import annotations
 
@@ -21,39 +18,24 @@ from .axes import EXPERT, TENSOR
 from .optimizer_plan import OptimizerPlan
 from .pipeline_plan import PipelinePlan
 
-
-@dataclass(frozen=True)
-class Splits:
-    """The plans of pipeline stages, split layers and split experts; None: not split."""
-
-    pipeline: PipelinePlan | None  # as seen from its first place
-    tensor: TensorPlan | None
-    experts: ExpertPlan | None
-
-    @classmethod
-    def of(
-        cls, config: Config, model: nn.Module, split: SplitPlan | PipelinePlan | None, tensor: TensorPlan | None
-    ) -> Splits:
-        """Plan the splits that the config asks for. split, tensor: as in `Blueprint.of`. Raises ValueError for a model
-        that cannot be split.
-        """
-        pipeline = None
-        if config.has_stages:
-            known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
-            pipeline = known.for_stage(config)
-        parallel = config.parallel
-        if parallel.tensor > 1 and tensor is None:
-            tensor = TensorPlan.of(model, parallel.tensor, config.tensor_parallel.plan, parallel.tensor_sequence)
-        experts = ExpertPlan.of(model, parallel.expert) if parallel.expert > 1 else None
-        return cls(pipeline, tensor, experts)
-
-    @property
-    def degrees(self) -> tuple[int, int]:
-        """Number of ranks that share the layers, and that share the experts."""
-        return 1 if self.tensor is None else self.tensor.degree, 1 if self.experts is None else self.experts.degree
-
-
 _Units = tuple[UnitPlan, ...]
+
+
+def splits_of(
+    config: Config, model: nn.Module, split: SplitPlan | PipelinePlan | None, tensor: TensorPlan | None
+) -> tuple[PipelinePlan | None, TensorPlan | None, ExpertPlan | None]:
+    """Plan the stages, split layers and split experts that the config asks for; None: not split.
+
+    split, tensor: as in `Blueprint.of`. Raises ValueError for a model that cannot be split.
+    """
+    pipeline = None
+    if config.has_stages:
+        known = split if isinstance(split, PipelinePlan) else PipelinePlan.of(config, model, split)
+        pipeline = known.for_stage(config)
+    parallel = config.parallel
+    if parallel.tensor > 1 and tensor is None:
+        tensor = TensorPlan.of(model, parallel.tensor, config.tensor_parallel.plan, parallel.tensor_sequence)
+    return pipeline, tensor, ExpertPlan.of(model, parallel.expert) if parallel.expert > 1 else None
 
 
 def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: Callable[[str], int]) -> ShardCounts:
@@ -79,18 +61,25 @@ class Places:
     """The inputs of the plans of places."""
 
     units: _Units
-    splits: Splits
+    pipeline: PipelinePlan | None  # as seen from its first place
+    tensor: TensorPlan | None
+    experts: ExpertPlan | None
     optimizer: OptimizerPlan
     dtypes: Dtypes
     sharding: ShardingSpec
     parallel_dims: ParallelDims
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """Number of ranks that share the layers, and that share the experts."""
+        return 1 if self.tensor is None else self.tensor.degree, 1 if self.experts is None else self.experts.degree
 
     def plans(self, alike: AlikePlaces | None = None) -> tuple[ModelPlan, ...]:
         """Return the plan of each place, by stage, then part of the experts, then part of the layers.
 
         alike: each stage has a single plan, for the last and largest part of the layers.
         """
-        num_parts, num_experts = self.splits.degrees
+        num_parts, num_experts = self.degrees
         if alike is not None:
             # Repeated, so that `Blueprint.place_of` finds a plan for every place.
             return tuple(one for one in alike.plans(self) for _ in range(num_experts * num_parts))
@@ -103,7 +92,7 @@ class Places:
 
     def units_by_stage(self) -> Sequence[_Units]:
         """Return the units of each pipeline place."""
-        return [self.units] if self.splits.pipeline is None else self.splits.pipeline.units_by_place(self.units)
+        return [self.units] if self.pipeline is None else self.pipeline.units_by_place(self.units)
 
     def plan(self, own: _Units, of_experts: int, part: int) -> ModelPlan:
         """Return the plan of ranks with these units."""
@@ -114,7 +103,7 @@ class Places:
 
     def kinds(self) -> Callable[[nn.Parameter], Hashable]:
         """Return a function from a parameter to all that decides on its plan, in a place with the last part."""
-        share_of = self._shares(0, self.splits.degrees[0] - 1)
+        share_of = self._shares(0, self.degrees[0] - 1)
 
         def kind(param: nn.Parameter) -> Hashable:
             optimizer = self.optimizer
@@ -124,7 +113,7 @@ class Places:
         return kind
 
     def _shares(self, of_experts: int, part: int) -> ShardCounts:
-        return shares_of(self.splits.tensor, self.splits.experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
+        return shares_of(self.tensor, self.experts, {EXPERT: of_experts, TENSOR: part}.__getitem__)
 
 
 class AlikePlaces:
@@ -142,15 +131,14 @@ class AlikePlaces:
     def plans(self, places: Places) -> tuple[ModelPlan, ...]:
         """Return the plans by stage, for the last part of the layers."""
         # Units of stages and kinds of parameters depend on nothing else.
-        splits = places.splits
-        stages = splits.degrees, None if splits.pipeline is None else splits.pipeline.schedule.rank_of_stage
+        stages = places.degrees, None if places.pipeline is None else places.pipeline.schedule.rank_of_stage
         key = stages, places.sharding, places.parallel_dims
         if key not in self._plans:
             # The division does not decide on equal stages: a search compares them once for all divisions.
             if stages not in self._stages:
                 self._stages[stages] = _first_ones(places.units_by_stage(), places.kinds())
             different = {id(units): units for units in self._stages[stages]}
-            last = splits.degrees[0] - 1
+            last = places.degrees[0] - 1
             made = {number: places.plan(units, 0, last) for number, units in different.items()}
             self._plans[key] = tuple(made[id(units)] for units in self._stages[stages])
         return self._plans[key]

@@ -19,14 +19,7 @@ from ...model.patches import ModelPatches
 from ...model.recomputing import in_eval_mode
 from ...parallel.randomness import Randomness
 from ...parallel.sequence_attention import SequenceAttention, check_attention
-from ...parallel.sequence_data import (
-    IgnoredLabels,
-    SequenceData,
-    SequenceError,
-    SequenceShard,
-    SequenceTrial,
-    check_model,
-)
+from ...parallel.sequence_data import IgnoredLabels, SequenceData, SequenceError, SequenceShard, check_model
 from ...pipe.split.trees import leaves
 from ...watch.log import logger
 from ..blueprint.axes import SEQUENCE
@@ -144,22 +137,22 @@ class Sequences:
             return
         if has_labels and "ignore_index" not in batch:
             self._find_ignored(batch, loss_of, summed)
-        trial = self._data_at(0, 1).trial(batch, self._device)
+        one, other, at, differs, tried = self._data_at(0, 1).trial(batch, self._device)
         attention = self._attention
         before, attention.is_alone, attention.fault = attention.num_calls, True, None
         # No further rank of the axis takes part in these forwards: `_data_at` divides for ranks that do not exist.
         try:
             with in_eval_mode(self._module):
                 if output_of is not None and not has_labels:
-                    loss_of = partial(self._seen, trial, output_of)
-                one, other = loss_of(trial.one), loss_of(trial.other)
+                    loss_of = partial(self._seen, at, one["position_ids"].shape[1], output_of)
+                losses = [loss_of(one)], [loss_of(other)]
                 # The whole sequence, then its halves: their losses must add up to that of the whole.
-                divided = [(0, 1), (0, 2), (1, 2)] if trial.has_labels else []
-                parts = [loss_of(self._data_at(*at).part(trial.batch, self._device)) for at in divided]
+                divided = [(0, 1), (0, 2), (1, 2)] if tried is not None else []
+                parts = [loss_of(self._data_at(*place).part(tried, self._device)) for place in divided]
         finally:
             attention.is_alone = False
         tolerance = self._tolerance()
-        mixes = trial.differs and _differ([one], [other], tolerance)
+        mixes = differs and _differ(*losses, tolerance)
         is_no_sum = _differ(parts[:1], parts[1:], 10 * tolerance)  # sums in another order
         self._judge(*summed([attention.num_calls - before, mixes, is_no_sum, attention.fault is not None]))
         # After the judgement: a failed check is repeated with the next batch.
@@ -191,11 +184,10 @@ class Sequences:
             # A sum over the ranks: `num_found` ranks have the loss and added the same label.
             self._data.ignored = self._data_by_hand.ignored = total // num_found
 
-    def _seen(self, trial: SequenceTrial, output_of: Callable[[SequenceShard], Any], part: SequenceShard) -> Tensor:
-        """Return () that depends on all outputs of the checked token."""
-        tokens = trial.one["position_ids"].shape[1]
+    def _seen(self, at: int, tokens: int, output_of: Callable[[SequenceShard], Any], part: SequenceShard) -> Tensor:
+        """Return () that depends on all outputs of token `at` of so many."""
         found = [one for one in leaves(output_of(part)) if isinstance(one, Tensor) and one.is_floating_point()]
-        along = [one[:, trial.at].double().square().sum() for one in found if one.dim() > 1 and one.shape[1] == tokens]
+        along = [one[:, at].double().square().sum() for one in found if one.dim() > 1 and one.shape[1] == tokens]
         if not along:
             raise SequenceError(
                 f"expected outputs of {type(self._module).__name__} with tokens along dimension 1, found "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
@@ -123,6 +124,12 @@ class FusedUpdate:
     def name(self) -> str:
         return self.optimizer.name
 
+    @cached_property
+    def deciding_options(self) -> tuple[str, ...]:
+        """Names of the options on which the answer of `lacks_state` depends."""
+        needed = (state.needed_option for state in self.optimizer.states)
+        return (*_OTHER_RULES, *self.optimizer.torch_options, *(name for name in needed if name is not None))
+
     def lacks_state(self, options: Options) -> bool:
         """Whether these options need another rule, or a state that is not kept."""
         return not _have_rule(self.optimizer, options) or not set(self.optimizer.states_for(options)) <= set(
@@ -228,6 +235,8 @@ class FusedUpdate:
 
 
 _NOTHING = torch.empty(0)
+_OTHER_RULES = ("amsgrad", "maximize", "capturable", "differentiable")
+"""Options that ask for a rule of torch that is not ours."""
 
 
 def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
@@ -238,7 +247,7 @@ def takes_options(record: Optimizer, options: Mapping[str, Any]) -> bool:
 
 
 def _have_rule(record: Optimizer, options: Mapping[str, Any]) -> bool:
-    if any(options.get(name) for name in ("amsgrad", "maximize", "capturable", "differentiable")):
+    if any(options.get(name) for name in _OTHER_RULES):
         return False
     return all(options.get(name, value) == value for name, value in record.torch_options.items())
 

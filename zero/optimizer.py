@@ -74,6 +74,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         # read the names of options from the defaults.
         self.__setstate__({"defaults": defaults, "state": {}, "param_groups": param_groups})
         self._group_sizes = [len(group["params"]) for group in param_groups]
+        self._checked: list[tuple[Any, ...]] = []  # of each group what `_check_groups` has last looked at
         self.counts = StepCounts()
         self._update = update
         self.speculation = Speculation()
@@ -379,15 +380,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         order: of the updates, if known, to read stores ahead. speculates: the step may be rolled back until `accept`.
         """
-        if [len(group["params"]) for group in self.param_groups] != self._group_sizes:
-            raise ValueError(
-                "optimizer: the parameter groups of the optimizer that was passed to lowtide.initialize have changed: "
-                f"expected {self._group_sizes} parameters in its groups, found "
-                f"{[len(group['params']) for group in self.param_groups]}; add groups with "
-                "engine.optimizer.add_param_group"
-            )
-        if self.lacks_state:
-            raise ValueError(_LACKS_STATE)
+        names = self._update.deciding_options
+        groups = [(len(group["params"]), *map(group.get, names)) for group in self.param_groups]
+        if groups != self._checked:  # which is rare, and the check takes longer
+            self._check_groups()
+            self._checked = groups
         self.counts.begin()
         self._opt_called = True  # torch's schedulers check it to see that `step` was called
         if self._are_here:
@@ -479,6 +476,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._placements.close()
 
     # -- helpers --------------------------------------------------------------------------------------------------
+
+    def _check_groups(self) -> None:
+        """Raise ValueError if the user has added a group himself, or set an option that the update does not follow."""
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if sizes != self._group_sizes:
+            raise ValueError(
+                "optimizer: the parameter groups of the optimizer that was passed to lowtide.initialize have changed: "
+                f"expected {self._group_sizes} parameters in its groups, found {sizes}; add groups with "
+                "engine.optimizer.add_param_group"
+            )
+        if self.lacks_state:
+            raise ValueError(_LACKS_STATE)
 
     def _held_of(self, shard: ShardState) -> Iterator[Tensor]:
         yield shard.versions.ahead

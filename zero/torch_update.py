@@ -185,6 +185,7 @@ class TorchUpdate:
 
     has_rule = False
     waits_for_norm = True
+    deciding_options = ()  # it follows all options
 
     def __init__(self, factory: OptimizerFactory, masters: MasterWeights = MasterWeights.WIDER, seed: int = 0) -> None:
         """masters: WIDER or NONE. seed: of random rounding without masters."""

@@ -55,8 +55,7 @@ class StepUpdate:
         self.update_all = optimizer.update_all
         """Updates all shards after the norm; a runner may replay it."""
         self._mesh = mesh
-        self._is_waited_for = mesh.world.device.type != "cpu"
-        """Whether the device runs behind the host, so that reading a value from it waits."""
+        self._is_waited_for = _is_waited_for(mesh.world.device)
         self._unclipped_factor = unclipped_factor
         self._delay_after_steps = delay_after_steps
         gradients = [gradient for unit in reduction_order for gradient in unit.gradients]
@@ -129,45 +128,47 @@ class StepUpdate:
         unused: ids of the parameters that stay as they are. skip: (1,) on the device, if the host does not know yet
         whether the step counts; then call `end_skipped` later. An error leaves a `fault`, except before any change.
         """
-        before = self._optimizer.num_steps_before
+        counts = self._optimizer.counts
+        before = counts.num_steps - counts.is_in_step  # completed steps
         try:
-            self._end_step(factor, unused, what, skip)
+            self._release_what_changes()
+            counts.unused = unused
+            pending: list[Pending] = []
+            if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
+                pending.extend(self._take_over())
+                # The thread gets a number: a delayed step is never started before the host has read the norm
+                # (`can_be_skipped`).
+                assert not isinstance(factor, Tensor)
+                self._optimizer.start_delayed(factor)
+            elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
+                # SPECULATIVE after a roll-back comes to the last branch, as AFTER_NORM.
+                # Sent now, not in the backward: only here postponed parameters have their values, and a speculative
+                # step is certain.
+                self._update_postponed(unused)
+                self._optimizer.accept()
+                pending.extend(shard.group.refresh(is_update=True) for shard in self._optimizer.shards)
+            else:
+
+                def send(shard: ShardState) -> None:
+                    pending.append(shard.group.refresh(is_update=True))
+
+                self.update_all(factor, send if self._refreshes else None, skip)
+            for one in pending:
+                one.wait()
+            # Ranks that share the parameters read them next, and another rank may still write its shard.
+            self._mesh.fence(what)
         except BaseException as error:
-            # `begin_step` counts after its refusals. A failure on the host is raised at each call until a load.
-            if self._optimizer.num_steps > before and not self._optimizer.has_failed:
-                if self._optimizer.counts.is_in_step:
-                    self._optimizer.uncount()
-                self.fault = _CUT_SHORT
-                error.add_note(_CUT_SHORT)
+            self._note_cut(error, before)
             raise
 
-    def _end_step(self, factor: float | Tensor, unused: frozenset[int], what: str, skip: Tensor | None) -> None:
-        self._release_what_changes()
-        self._optimizer.counts.unused = unused
-        pending: list[Pending] = []
-        if self.timing is Timing.DELAYED and self._optimizer.num_steps >= self._delay_after_steps:
-            pending.extend(self._take_over())
-            # The thread gets a number: a delayed step is never started before the host has read the norm
-            # (`can_be_skipped`).
-            assert not isinstance(factor, Tensor)
-            self._optimizer.start_delayed(factor)
-        elif self.timing is Timing.IN_BACKWARD or self._optimizer.speculation.is_open:
-            # SPECULATIVE after a roll-back comes to the last branch, as AFTER_NORM.
-            # Sent now, not in the backward: only here postponed parameters have their values, and a speculative step is
-            # certain.
-            self._update_postponed(unused)
-            self._optimizer.accept()
-            pending.extend(shard.group.refresh(is_update=True) for shard in self._optimizer.shards)
-        else:
-
-            def send(shard: ShardState) -> None:
-                pending.append(shard.group.refresh(is_update=True))
-
-            self.update_all(factor, send if self._refreshes else None, skip)
-        for one in pending:
-            one.wait()
-        # Ranks that share the parameters read them next, and another rank may still write its shard.
-        self._mesh.fence(what)
+    def _note_cut(self, error: BaseException, before: int) -> None:
+        """Set a `fault` if an error has interrupted `end_step` after a change. before: steps completed before it."""
+        # `begin_step` counts after its refusals. A failure on the host is raised at each call until a load.
+        if self._optimizer.num_steps > before and not self._optimizer.has_failed:
+            if self._optimizer.counts.is_in_step:
+                self._optimizer.uncount()
+            self.fault = _CUT_SHORT
+            error.add_note(_CUT_SHORT)
 
     def end_skipped(self, counts: bool, unused: frozenset[int]) -> None:
         """After `end_step(skip=...)`, when the host knows the outcome: count the step, or take back its count.
@@ -321,3 +322,8 @@ class StepUpdate:
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)
         self._optimizer.counts.unused = unused
+
+
+def _is_waited_for(device: torch.device) -> bool:
+    """Whether the device runs behind the host, so that reading a value from it waits."""
+    return device.type != "cpu"

@@ -22,7 +22,7 @@ from ..blueprint.blueprint import Blueprint
 from ..config.config import Config
 from ..config.errors import ConfigError, Fault
 from ..config.kernels import FUSION_NAMES, KERNEL_NAMES
-from .given_model import Model, Values, check_model, check_ranks_agree, module_and_values, take
+from .given_model import Model, Values, check_model, check_ranks_agree, module_and_values, refuse_max_norm, take
 from .model_flops import ModelFlops
 from .sequences import check_sequences
 
@@ -201,6 +201,7 @@ class PreparedModel:
         module = compiled.module
         check_model(module)
         check_ranks_agree(world, config, module)
+        refuse_max_norm(world, config, module)
         check_kernels(config, world.device)
         check_sequences(config, module)
         blocks = [block for _, block in find_blocks(module)] if config.compile.blocks else []

@@ -175,6 +175,16 @@ def sum_of(weights: Any) -> Tensor:
     raise NotImplementedError
 
 
+@on_ranks(2)
+def test_embeddings_that_change_with_the_batch_are_refused() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 1))
+    found = refusal(lowtide.initialize, model, settings(0))
+    assert found == (
+        "model: expected embeddings without max_norm on ranks with different batches, found '0' with max_norm=1: each "
+        "rank would shrink other rows of its copy; normalize the output"
+    )
+
+
 class TensorChunk:
     """Hides a parameter from those who look for it among arguments."""
 

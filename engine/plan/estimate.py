@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
+from ...comm import ParallelDims
 from ...offload.activations import BLOCKS_IN_MEMORY
 from ...zero.plan import GroupPlan
 from ...zero.policy import ZeroPolicy
@@ -15,10 +16,10 @@ from ..blueprint.blueprint import Blueprint, Timing
 from ..blueprint.footprint import Footprint, MemoryPhase
 from ..blueprint.offload import Placement, placement_of
 from ..config.config import Config
-from .exchange import Calls, CollectiveCosts, gradient_seconds, host_seconds, sent_by_link
+from .exchange import CollectiveCost, CollectiveCosts, gradient_seconds, host_seconds, over_links, sent_by_link
 from .host_timeline import UnitWork, host_timeline
 from .machine import Machine
-from .profile import ComputePhase, Profile, ProfilePart
+from .profile import CollectiveCall, ComputePhase, Profile, ProfilePart
 from .step_order import END, START, SimulatedTimeline, StepOrder
 
 _CHUNKS_IN_MEMORY = 4  # of states in files: a chunk is read, a chunk is updated, two are written
@@ -64,7 +65,17 @@ class Estimate:
 class MachineWork:
     """Seconds of a microbatch's parts on a machine, by a unit's name, START or END of `step_order`.
 
-    transport: transport of the exchanges between ranks that share layers or sequences.
+    transport: transport of the exchanges between ranks that share layers or sequences, see `comm.Collectives`.
+
+    | exchange | whole tensor of n bytes on r ranks: each rank sends      |
+    |----------|----------------------------------------------------------|
+    | sum      | 2 (r - 1) / r n                                          |
+    | sum_part | (r - 1) / r n                                            |
+    | gather   | (r - 1) / r n                                            |
+    | swap     | (r - 1) / r n, in equal parts to all ranks               |
+    | trade    | its pieces for other ranks: in a hop of a ring, all n    |
+
+    The caller waits for the result, so no exchange is hidden. Here this includes rings, which overlap with products.
     """
 
     profile: Profile
@@ -93,8 +104,10 @@ class MachineWork:
 
     def _of_part(self, part: ProfilePart) -> tuple[float, float, float]:
         machine, itemsize = self.machine, self.profile.itemsize
-        calls = Calls.of(self.profile, machine, self.transport)
-        before, behind = calls.seconds(part.forward_exchanges), calls.seconds(part.backward_exchanges)
+        before, behind = (
+            sum(self._exchange(call).seconds for call in calls)
+            for calls in (part.forward_exchanges, part.backward_exchanges)
+        )
         forward = machine.computing(
             "forward", part.forward_flops, part.forward_traffic, itemsize, part.forward_operations
         )
@@ -102,6 +115,35 @@ class MachineWork:
             "backward", part.backward_flops, part.backward_traffic, itemsize, part.backward_operations
         )
         return forward + before, backward + behind, before + behind
+
+    def sent(self, calls: Sequence[CollectiveCall]) -> dict[str, int]:
+        """Return bytes of exchanges by link."""
+        return sent_by_link(list(map(self._exchange, calls)))
+
+    @cached_property
+    def _axes(self) -> Mapping[str, tuple[int, int]]:
+        """By axis: its number of ranks, and how many of them share a host."""
+        parallel_dims = ParallelDims(self.profile.sizes, data=())
+        names = [name for name, _ in self.profile.sizes]
+        return {
+            name: (parallel_dims.size((name,)), self.machine.ranks_on_host(parallel_dims, (name,))) for name in names
+        }
+
+    def _exchange(self, call: CollectiveCall) -> CollectiveCost:
+        size, on_host = self._axes.get(call.axis, (1, 1))
+        if call.kind == "swap":
+            seconds = self.machine.all_to_all(call.nbytes, size, on_host)
+        elif call.kind == "trade":
+            seconds = self.machine.pass_on(call.sent, is_inside=on_host >= size)
+        else:
+            # sum = sum_part + gather.
+            seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
+        name = "gather" if call.kind == "gather" else "reduce"
+        if self.transport == "shared_memory":
+            return CollectiveCost(call.sent, 0, self.machine.moving("shared_memory reduce", call.sent, seconds))
+        seconds = self.machine.moving(f"{self.transport} {name}", call.sent, seconds)
+        goes_to_each = self.transport == "sockets" or call.kind == "swap"
+        return over_links(call.sent, size, on_host, goes_to_each, seconds)
 
 
 @dataclass(frozen=True)
@@ -250,8 +292,7 @@ class StepParts:
             "refresh exposed": sum(message.seconds for message in [*self._refreshes, *self._matrices]),
             "host": host_seconds(self.blueprint, self.machine, self._num_units, accumulation),
         }
-        calls = Calls.of(profile, self.machine, self.blueprint.transport)
-        exchanged = calls.sent([call for part in profile.parts.values() for call in part.exchanges])
+        exchanged = work.sent([call for part in profile.parts.values() for call in part.exchanges])
         in_update = sent_by_link([*self._refreshes, *self._matrices])
         sent = {link: nbytes + in_update[link] + accumulation * exchanged[link] for link, nbytes in sent.items()}
         kinds, peak = self._memory(activations)
@@ -305,18 +346,18 @@ class StepParts:
         runs = [(self.order, not accumulates)] + ([(self._inner, True), (self._inner, False)] if self._inner else [])
         for step, is_first in runs:
             gradients, before, after = self.rests.gradients(is_first, step.is_last)
-            arrived: frozenset[str] = frozenset()
+            before_moment: frozenset[str] = frozenset()
             waits = 0  # bytes until the next unit's gradients are collected
             copies = 0  # bytes until the step ends
-            for moment in step.moments:
-                arriving, arrived = moment.arrived - arrived, moment.arrived
-                gradients += sum(after[name] - before[name] for name in arriving)
-                passing = sum(self.rests.passing[name] for name in arriving)
-                beside = gradients + passing + waits + copies + moment.gathered_bytes + moment.staged_bytes
+            for name, phase, gathered, staged, arrived in step.moments:
+                arriving, before_moment = arrived - before_moment, arrived
+                gradients += sum(after[group] - before[group] for group in arriving)
+                passing = sum(self.rests.passing[group] for group in arriving)
+                beside = gradients + passing + waits + copies + gathered + staged
                 if arriving:
                     waits = passing * self._waits
-                    copies += sum(self.rests.copies[name] for name in arriving) * step.is_last
-                found.append((beside, moment.gathered_bytes, moment.staged_bytes, moment.part, moment.phase))
+                    copies += sum(self.rests.copies[group] for group in arriving) * step.is_last
+                found.append((beside, gathered, staged, name, phase))
         return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
-from ...comm import ParallelDims, regions_of
+from ...comm import regions_of
 from ...kernels.quantized_blocks import quantized_bytes
 from ...zero.plan import GroupPlan
 from ...zero.powersgd import ThinLayout
@@ -16,7 +15,6 @@ from ...zero.whole_update import sent_numels
 from ..blueprint.blueprint import Blueprint
 from ..blueprint.offload import Placement
 from .machine import Machine
-from .profile import CollectiveCall, Profile
 
 LINKS = ("intra", "inter", "pipe")
 """Links of a rank: within its host, to other hosts, and, over either, to the neighbouring pipeline stages."""
@@ -163,7 +161,7 @@ class CollectiveCosts:
         # A swap has no curve. Like a reduction it sends a part to each rank.
         seconds = self.machine.moving(f"{transport} {'gather' if what == 'gather' else 'reduce'}", sent, seconds)
         goes_to_each = transport == "sockets" or what == "swap"
-        return _over_links(sent, size, self._on_host(names), goes_to_each, seconds)
+        return over_links(sent, size, self._on_host(names), goes_to_each, seconds)
 
     def _on_host(self, names: Sequence[str]) -> int:
         return self.machine.ranks_on_host(self.blueprint.parallel_dims, names)
@@ -173,63 +171,7 @@ def _message_bytes(numel: int, dtype: torch.dtype, bits: int | None) -> int:
     return numel * dtype.itemsize if bits is None else quantized_bytes(numel, bits)
 
 
-@dataclass(frozen=True)
-class Calls:
-    """Seconds and bytes of exchanges in the middle of a model, see `comm.Collectives`.
-
-    | call     | whole tensor of n bytes on r ranks: each rank sends      |
-    |----------|----------------------------------------------------------|
-    | sum      | 2 (r - 1) / r n                                          |
-    | sum_part | (r - 1) / r n                                            |
-    | gather   | (r - 1) / r n                                            |
-    | swap     | (r - 1) / r n, in equal parts to all ranks               |
-    | trade    | its pieces for other ranks: in a hop of a ring, all n    |
-
-    The caller waits for the result, so no exchange is hidden. Here this includes rings, which overlap with products.
-    """
-
-    machine: Machine
-    sizes: tuple[tuple[str, int], ...]  # see `Profile`
-    transport: str
-
-    @classmethod
-    def of(cls, profile: Profile, machine: Machine, transport: str) -> Calls:
-        return cls(machine, profile.sizes, transport)
-
-    def seconds(self, calls: Sequence[CollectiveCall]) -> float:
-        return sum(self._message(call).seconds for call in calls)
-
-    def sent(self, calls: Sequence[CollectiveCall]) -> dict[str, int]:
-        """Return bytes by link."""
-        return sent_by_link(list(map(self._message, calls)))
-
-    @cached_property
-    def _axes(self) -> Mapping[str, tuple[int, int]]:
-        """By axis: its number of ranks, and how many of them share a host."""
-        parallel_dims = ParallelDims(self.sizes, data=())
-        names = [name for name, _ in self.sizes]
-        return {
-            name: (parallel_dims.size((name,)), self.machine.ranks_on_host(parallel_dims, (name,))) for name in names
-        }
-
-    def _message(self, call: CollectiveCall) -> CollectiveCost:
-        size, on_host = self._axes.get(call.axis, (1, 1))
-        if call.kind == "swap":
-            seconds = self.machine.all_to_all(call.nbytes, size, on_host)
-        elif call.kind == "trade":
-            seconds = self.machine.pass_on(call.sent, is_inside=on_host >= size)
-        else:
-            # sum = sum_part + gather.
-            seconds = self.machine.collective(call.nbytes, size, on_host) * (2 if call.kind == "sum" else 1)
-        name = "gather" if call.kind == "gather" else "reduce"
-        if self.transport == "shared_memory":
-            return CollectiveCost(call.sent, 0, self.machine.moving("shared_memory reduce", call.sent, seconds))
-        seconds = self.machine.moving(f"{self.transport} {name}", call.sent, seconds)
-        goes_to_each = self.transport == "sockets" or call.kind == "swap"
-        return _over_links(call.sent, size, on_host, goes_to_each, seconds)
-
-
-def _over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds: float) -> CollectiveCost:
+def over_links(sent: int, size: int, on_host: int, goes_to_each: bool, seconds: float) -> CollectiveCost:
     """Divide sent bytes between the links of a rank.
 
     goes_to_each: each rank gets a part; otherwise the ranks form a ring that leaves each host once.

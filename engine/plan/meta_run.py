@@ -66,7 +66,7 @@ class MetaRun:
     ) -> None:
         """Copy the model to the meta device. Raises ValueError if layers cannot be split like this."""
         self._model = _meta_copy(model, dtypes)
-        self._results = Results()
+        self._results: Results = {}
         self._splits, self._plans = splits, splits.shrink(self._model)
         # By name: the units of the plan hold modules of the user's model, not of its copy.
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_root]

@@ -262,8 +262,7 @@ class Planner:
         groups = parts.blueprint.places[0].groups
         share = sum(group.layout.numel for group in groups) / sum(group.layout.padded_numel for group in groups)
         return [
-            (int((moment.gathered_bytes + moment.staged_bytes) * share), moment.part, moment.phase)
-            for moment in parts.order.moments
+            (int((gathered + staged) * share), part, phase) for part, phase, gathered, staged, _ in parts.order.moments
         ]
 
 

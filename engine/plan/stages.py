@@ -9,7 +9,6 @@ from functools import cached_property
 from ...pipe.schedules.costs import Costs
 from ...pipe.split.split import SplitPlan
 from .estimate import MachineWork
-from .exchange import Calls
 from .machine import Machine
 from .profile import Profile, ProfilePart
 
@@ -40,9 +39,8 @@ class Stages:
     @cached_property
     def exchanged(self) -> tuple[Mapping[str, int], ...]:
         """Bytes that a rank sends in a microbatch to ranks that share layers or sequences: by stage, by link."""
-        calls = Calls.of(self.profile, self.work.machine, self.work.transport)
         different = {id(part): part for part in self.profile.parts.values()}
-        known = {key: calls.sent(part.exchanges) for key, part in different.items()}
+        known = {key: self.work.sent(part.exchanges) for key, part in different.items()}
         return tuple(
             {link: sum(known[id(part)][link] for _, part in parts) for link in ("intra", "inter")}
             for parts in self.parts

@@ -70,17 +70,6 @@ START, END = "(start)", "(end)"
 """Names of the parts before the first unit and after the last unit: a small embedding or head, and the loss."""
 
 
-@dataclass(frozen=True)
-class StepPhase:
-    """Memory while a part computes, besides parameters at rest, activations and finished gradients."""
-
-    part: str
-    phase: ComputePhase
-    gathered_bytes: int
-    staged_bytes: int  # gradients copied into new messages; 0 if the transport reuses its slots
-    arrived: frozenset[str]  # groups whose gradient this backward has made
-
-
 class StepEvent(NamedTuple):
     """A part computes, a collective of a group is queued, or later computing waits for a collective."""
 
@@ -96,7 +85,9 @@ class StepOrder:
     """A microbatch of a step without a pipeline: events in order, bytes by link, and moments.
 
     bytes_of: a group -> bytes that gathering adds; None: nothing is ever released. is_last: the last microbatch of a
-    step. place: index in `blueprint.places`.
+    step. place: index in `blueprint.places`. moments: memory while a part computes, besides parameters at rest,
+    activations and finished gradients: (part, phase, gathered bytes, staged bytes, groups whose gradient this backward
+    has made). Staged gradients are copied into new messages; 0 bytes if the transport reuses its slots.
     """
 
     blueprint: Blueprint
@@ -106,7 +97,7 @@ class StepOrder:
     place: int = 0
     events: list[StepEvent] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=lambda: {"intra": 0, "inter": 0})
-    moments: list[StepPhase] = field(default_factory=list)
+    moments: list[tuple[str, ComputePhase, int, int, frozenset[str]]] = field(default_factory=list)
     gathered_bytes: int = 0
     most_gathered_bytes: int = 0  # peak since the last moment
     staged_bytes: int = 0
@@ -117,7 +108,7 @@ class StepOrder:
         units = []
         for plan_of_unit, groups in self.blueprint.places[self.place].units:
             members = [_Group(self, group) for group in groups]
-            trained = [_Gradient(self, group) for group in members if group.plan.role is not Role.FROZEN]
+            trained = [group for group in members if group.plan.role is not Role.FROZEN]
             units.append(
                 Unit(
                     plan_of_unit.name,
@@ -167,7 +158,7 @@ class StepOrder:
 
     def _compute(self, name: str, is_backward: bool, unit: Unit | None = None) -> None:
         if is_backward:
-            plans = [cast(_Gradient, gradient).plan for gradient in unit.gradients] if unit else []
+            plans = [cast(_Group, gradient).plan for gradient in unit.gradients] if unit else []
             self._add_moments_of_backward(name, plans)
         else:
             self._add_moment(name, ComputePhase.FORWARD, self.staged_bytes)
@@ -191,7 +182,7 @@ class StepOrder:
 
     def _add_moment(self, name: str, phase: ComputePhase, staged: int) -> None:
         gathered = max(self.most_gathered_bytes, self.gathered_bytes)
-        self.moments.append(StepPhase(name, phase, gathered, staged, frozenset(self._arrived)))
+        self.moments.append((name, phase, gathered, staged, frozenset(self._arrived)))
 
     @property
     def _stages_now(self) -> bool:
@@ -219,13 +210,17 @@ class StepOrder:
 
 
 class _Group:
-    """A `ShardedGroup` without memory, which records its collectives."""
+    """A `ShardedGroup` and its `GroupGradient` without memory, which record their collectives.
+
+    A gradient is reduced by a reduce-scatter, and in the last microbatch by an all-reduce too.
+    """
 
     keeper = None
+    leaves_device = False
 
     def __init__(self, step: StepOrder, plan: GroupPlan) -> None:
         self.layout, self.params = plan.layout, [param for _, param in plan.params]
-        self.plan = plan
+        self.plan, self.group = plan, self
         self.full = torch.empty(0, device=step.blueprint.device if step.blueprint.device == "cpu" else "meta")
         self.frees_memory = step.bytes_of is not None
         self.sharded_state = ShardedState.SHARDED if self.frees_memory else ShardedState.UNSHARDED
@@ -252,16 +247,6 @@ class _Group:
             return
         self._step._add(-self._nbytes)
         self.sharded_state, self._started = ShardedState.SHARDED, None
-
-
-class _Gradient:
-    """A `GroupGradient` without memory: a reduce-scatter, and in the last microbatch an all-reduce."""
-
-    leaves_device = False
-
-    def __init__(self, step: StepOrder, group: _Group) -> None:
-        self.group, self.plan = group, group.plan
-        self._step = step
 
     def take_early(self, index: int, boundary: bool) -> None: ...
 

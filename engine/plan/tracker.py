@@ -44,41 +44,35 @@ class OperationCounts:
         return tuple(Operation(*key, count) for key, count in self._calls.items())
 
 
-class Results:
-    """A cache of operations on meta tensors: results for known arguments are made from their sizes alone.
+_Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Results = dict[Any, tuple[bool, list[_Sizes]]]
+"""Sizes of known results, by operation and arguments: (whether the result is a single tensor, sizes of its tensors)."""
+
+
+def _result_of(func: Any, args: Any, kwargs: Any, known: Results) -> Any:
+    """Run an operation on meta tensors. Results for known arguments are made from their sizes alone.
 
     Torch infers the sizes of some operations in Python, which takes a hundred times as long.
     """
-
-    def __init__(self) -> None:
-        self._makes_new: dict[Any, bool] = {}
-        self._known: dict[Any, tuple[bool, list[_Sizes]]] = {}
-
-    def of(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func not in self._makes_new:
-            self._makes_new[func] = _makes_new(func)
-        if not self._makes_new[func]:
-            return func(*args, **kwargs)
-        key = (func, _key(args), _key(tuple(kwargs.items())))
-        if key in self._known:
-            is_tensor, sizes = self._known[key]
-            made = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype in sizes]
-            return made[0] if is_tensor else tuple(made)
-        result = func(*args, **kwargs)
-        outputs = [result] if isinstance(result, Tensor) else result
-        given = {id(tensor.untyped_storage()) for tensor in tensors_of((args, kwargs))}
-        # The schema of _unsafe_view denies that it returns a view.
-        if any(id(tensor.untyped_storage()) in given for tensor in tensors_of(outputs)):
-            self._makes_new[func] = False
-        elif all(isinstance(output, Tensor) and output.is_meta for output in outputs):
-            sizes = [(tuple(output.shape), output.stride(), output.dtype) for output in outputs]
-            self._known[key] = isinstance(result, Tensor), sizes
-        return result
+    # The schema of _unsafe_view denies that it returns a view.
+    if func is _aten._unsafe_view.default or not _makes_new(func):
+        return func(*args, **kwargs)
+    key = (func, _key(args), _key(tuple(kwargs.items())))
+    if key in known:
+        is_tensor, sizes = known[key]
+        made = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype in sizes]
+        return made[0] if is_tensor else tuple(made)
+    result = func(*args, **kwargs)
+    outputs = [result] if isinstance(result, Tensor) else result
+    given = {id(tensor.untyped_storage()) for tensor in tensors_of((args, kwargs))}
+    is_view = any(id(tensor.untyped_storage()) in given for tensor in tensors_of(outputs))
+    if not is_view and all(isinstance(output, Tensor) and output.is_meta for output in outputs):
+        sizes = [(tuple(output.shape), output.stride(), output.dtype) for output in outputs]
+        known[key] = isinstance(result, Tensor), sizes
+    return result
 
 
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
+@cache
 def _makes_new(func: Any) -> bool:
     """Return whether an operation returns tensors only, none of them a view of an argument."""
     schema = func._schema
@@ -99,7 +93,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts bytes of live storages, their peak since `begin`, and operations since `begin`."""
 
     def __init__(self, known: Sequence[Tensor], results: Results | None = None) -> None:
-        """known: tensors that do not count. results: cache for operations on meta tensors; None: no cache."""
+        """known: tensors that do not count. results: of operations that have run, to be extended; None: run each."""
         super().__init__()  # type: ignore[no-untyped-call]
         from torch.utils.flop_counter import flop_registry  # takes half a second
 
@@ -136,7 +130,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func is _aten._local_scalar_dense.default and args[0].dtype == torch.bool:
             return True  # [Note: conditions] in `meta_run.py`
-        result = func(*args, **kwargs) if self._results is None else self._results.of(func, args, kwargs)
+        result = func(*args, **kwargs) if self._results is None else _result_of(func, args, kwargs, self._results)
         outputs = [result] if isinstance(result, Tensor) else tensors_of(result)
         made = [self._see(output.untyped_storage()) for output in outputs]
         packet = func._overloadpacket

@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ from ..estimate import estimate, writes_gradients
 from ..machine import Machine
 from ..measured import Curve, Measured, Speeds
 from ..meta_run import MetaRun
-from ..profile import median_bytes
-from ..tracker import OperationCounts, Tracker
+from ..profile import Operation, median_bytes
+from ..tracker import Tracker
 
 _WIDTHS = (32, 96, 256, 512, 1024)  # of square matrices
 _LENGTHS = (32, 128, 512)  # tokens of attention with 4 heads of 64
@@ -222,63 +221,61 @@ class MeasuredBlock(nn.Module):
         return done
 
 
-@dataclass
-class _Half:
-    """The forward or the backward of a training. seconds: minimum of the rounds."""
-
-    operations: OperationCounts
-    seconds: float = float("inf")
-
-    def point(self, speeds: Speeds) -> tuple[float, float]:
-        """Return (median bytes that a call moves, seconds of a call beyond its operation)."""
-        calls = self.operations.operations
-        known = sum(call.calls * speeds.operation(call.name, call.dtype, call.size) for call in calls)
-        count = sum(call.calls for call in calls)
-        return median_bytes(calls), max(_LEAST_OF_CALL, (self.seconds - known) / count)
-
-
 def measure_calls(say: Callable[[str], None], meet: Meet, speeds: Speeds) -> dict[str, Curve]:
     """Return the curves "forward call" and "backward call". speeds: of the operations."""
     say("calls")
-    trainings = [_Training(width) for width in _BLOCK_WIDTHS]
+    trainings = [_training(width) for width in _BLOCK_WIDTHS]
+    rounds = []
     for _ in range(_ROUNDS):
-        for training in trainings:
+        times = []
+        for run, _, _ in trainings:
             meet()
-            training.run()
-    return {
-        "forward call": curve_of([training.forward.point(speeds) for training in trainings]),
-        "backward call": curve_of([training.backward.point(speeds) for training in trainings]),
-    }
+            times.append(run())
+        rounds.append(times)
+    forward, backward = [], []
+    for (_, of_forward, of_backward), of_rounds in zip(trainings, zip(*rounds, strict=True), strict=True):
+        seconds_of_forward, seconds_of_backward = map(min, zip(*of_rounds, strict=True))
+        forward.append(_point(of_forward, seconds_of_forward, speeds))
+        backward.append(_point(of_backward, seconds_of_backward, speeds))
+    return {"forward call": curve_of(forward), "backward call": curve_of(backward)}
 
 
-class _Training:
-    """Forward and backward of a few blocks."""
+def _training(width: int) -> tuple[Callable[[], tuple[float, float]], Sequence[Operation], Sequence[Operation]]:
+    """Return a function that trains a few blocks, and the operations of its forward and of its backward.
 
-    def __init__(self, width: int) -> None:
-        block_bytes = 4 * sum(param.numel() for param in MeasuredBlock(width).parameters())
-        # More parameters than caches hold, as in a training: see [Note: calls].
-        count = max(_LEAST_BLOCKS, math.ceil(_LEAST_BYTES / block_bytes))
-        self._model = nn.Sequential(*(MeasuredBlock(width) for _ in range(count)))
-        self._x = torch.randn(_ROWS, _TOKENS, width, requires_grad=True)
-        self._grad = torch.randn(_ROWS, _TOKENS, width)
-        tracker = Tracker([*self._model.parameters(), self._x, self._grad])
-        with tracker:
-            y = self._model(self._x)
-            self.forward = _Half(tracker.counts)
-            tracker.begin()
-            y.backward(self._grad)
-            self.backward = _Half(tracker.counts)
+    The function returns (seconds of the forward, seconds of the backward).
+    """
+    block_bytes = 4 * sum(param.numel() for param in MeasuredBlock(width).parameters())
+    # More parameters than caches hold, as in a training: see [Note: calls].
+    count = max(_LEAST_BLOCKS, math.ceil(_LEAST_BYTES / block_bytes))
+    model = nn.Sequential(*(MeasuredBlock(width) for _ in range(count)))
+    x = torch.randn(_ROWS, _TOKENS, width, requires_grad=True)
+    grad = torch.randn(_ROWS, _TOKENS, width)
+    tracker = Tracker([*model.parameters(), x, grad])
+    with tracker:
+        y = model(x)
+        forward = tracker.counts.operations
+        tracker.begin()
+        y.backward(grad)
+        backward = tracker.counts.operations
 
-    def run(self) -> None:
-        self._model.zero_grad()
-        self._x.grad = None
+    def run() -> tuple[float, float]:
+        model.zero_grad()
+        x.grad = None
         start = time.perf_counter()
-        y = self._model(self._x)
+        y = model(x)
         middle = time.perf_counter()
-        y.backward(self._grad)
-        end = time.perf_counter()
-        self.forward.seconds = min(self.forward.seconds, middle - start)
-        self.backward.seconds = min(self.backward.seconds, end - middle)
+        y.backward(grad)
+        return middle - start, time.perf_counter() - middle
+
+    return run, forward, backward
+
+
+def _point(calls: Sequence[Operation], seconds: float, speeds: Speeds) -> tuple[float, float]:
+    """Return (median bytes that a call moves, seconds of a call beyond its operation)."""
+    known = sum(call.calls * speeds.operation(call.name, call.dtype, call.size) for call in calls)
+    count = sum(call.calls for call in calls)
+    return median_bytes(calls), max(_LEAST_OF_CALL, (seconds - known) / count)
 
 
 # -- host time of an engine, by unit and by step -----------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...pipe.schedules.costs import Costs
-from ...pipe.schedules.fast_simulation import FastSimulation, ScheduleOutcome
+from ...pipe.schedules.fast_simulation import FastSimulation
 from ...pipe.schedules.passes import merge_backward
 from ...pipe.schedules.schedule import Op, Schedule
 from ...zero.plan import GroupPlan
@@ -52,22 +52,23 @@ class ScheduleRun:
 
     recurrence: FastSimulation
     costs: Costs
-    outcome: ScheduleOutcome
+    makespan: float  # of the simulated microbatches
+    busy: tuple[float, ...]  # compute time of each rank in them
     num_microbatches: int
 
     @classmethod
     def of(cls, recurrence: FastSimulation, costs: Costs, num_microbatches: int) -> ScheduleRun:
-        return cls(recurrence, costs, recurrence.outcome(costs), num_microbatches)
+        return cls(recurrence, costs, *recurrence.outcome(costs), num_microbatches)
 
     @property
     def work_seconds(self) -> float:
         """Seconds that the busiest rank computes."""
         # busy / s is the work of a microbatch; m of them.
-        return max(self.outcome.busy) / self.recurrence.num_microbatches * self.num_microbatches
+        return max(self.busy) / self.recurrence.num_microbatches * self.num_microbatches
 
     def exchanging(self, stages: Stages) -> float:
         """Return seconds of `work_seconds` in which the rank waits for those that share its layers or sequences."""
-        busiest = max(range(len(self.outcome.busy)), key=self.outcome.busy.__getitem__)
+        busiest = max(range(len(self.busy)), key=self.busy.__getitem__)
         return self.num_microbatches * sum(map(stages.exchanging, self.recurrence.stages[busiest]))
 
     def collecting(self, collect: Sequence[float], half: Sequence[float]) -> float:
@@ -78,15 +79,15 @@ class ScheduleRun:
         """
         if not any(collect):
             return 0.0
-        outcome = self.recurrence.outcome(replace(self.costs, collect=tuple(collect), collect_half=tuple(half)))
+        makespan, _ = self.recurrence.outcome(replace(self.costs, collect=tuple(collect), collect_half=tuple(half)))
         simulated = self.recurrence.num_microbatches
-        each = [busy / simulated for busy in self.outcome.busy]
+        each = [busy / simulated for busy in self.busy]
         longer = [
             busy + sum(collect[stage] for stage in stages)
             for busy, stages in zip(each, self.recurrence.stages, strict=True)
         ]
         num_more = self.num_microbatches - simulated
-        return outcome.makespan - self.outcome.makespan + num_more * (max(longer) - max(each))
+        return makespan - self.makespan + num_more * (max(longer) - max(each))
 
     def ends(self, place: int) -> list[int]:
         """Return the stages whose outputs and gradients this place exchanges with another place."""
@@ -98,7 +99,7 @@ class ScheduleRun:
     def seconds(self) -> float:
         simulated = self.recurrence.num_microbatches
         # seconds = makespan of s microbatches + (m - s) / m of the work: in the steady state no rank waits for more.
-        return self.outcome.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
+        return self.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
 
 
 class _Place:
@@ -310,7 +311,7 @@ class PipelineParts:
             of_place, each = run.recurrence.stages[number], place.reducing
             if self._overlaps:
                 # A reduction has the time of a microbatch to end. Only the time beyond it is waited for.
-                computing = run.outcome.busy[number] / run.recurrence.num_microbatches
+                computing = run.busy[number] / run.recurrence.num_microbatches
                 each = [max(0.0, sum(each) - computing) / len(of_place)] * len(of_place)
             for stage, seconds, share in zip(of_place, each, place.shares_of_halves, strict=True):
                 found[stage] = max(found[stage], seconds)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,15 +24,6 @@ _CODES = {Op.F: 0, Op.B: 1, Op.I: 2, Op.W: 3}
 _NOTHING = -1
 
 _Numbers = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class ScheduleOutcome:
-    """Time and memory of a schedule, in the units of its `Costs`; tuples are by rank."""
-
-    makespan: float
-    busy: tuple[float, ...]  # compute time
-    activation_bytes: tuple[float, ...]  # peak
 
 
 @dataclass(frozen=True)
@@ -58,58 +50,96 @@ class FastSimulation:
         self.num_microbatches = schedule.num_microbatches
         self.stages = tuple(map(schedule.stages_of_rank, range(schedule.num_ranks)))
         self.crosses = tuple(map(schedule.crosses, range(schedule.num_stages)))
-        table = _Table(schedule)
-        order = np.array(_order(table.first.tolist(), table.needs.tolist()), dtype=np.int64)
-        if len(order) < len(table.needs):
+        # Arrays with an entry for each action, rank after rank.
+        actions: list[Action] = [action for row in schedule.actions for action in row]
+        codes = np.fromiter((_CODES[action.op] for action in actions), np.int64, len(actions))
+        stage = np.fromiter((action.stage for action in actions), np.int64, len(actions))
+        microbatch = np.fromiter((action.microbatch or 0 for action in actions), np.int64, len(actions))
+        first = np.cumsum([0, *map(len, schedule.actions)])
+        places = np.arange(len(actions))
+        before = np.where(np.isin(places, first), _NOTHING, places - 1)
+        # (direction, stage + 1, microbatch) -> action; an empty stage at both ends stands for a missing neighbour.
+        made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)
+        for direction, chosen in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
+            made[direction, stage[chosen] + 1, microbatch[chosen]] = places[chosen]
+        forward, weight = codes == 0, codes == 3
+        source = np.where(forward, stage - 1, stage + 1)
+        needs = np.where(weight, _NOTHING, made[np.where(forward, 0, 1), source + 1, microbatch])
+        # The last entry stands for missing neighbours: numpy's index -1 finds it before stage 0, num_stages behind the
+        # last.
+        rank = np.array([*schedule.rank_of_stage, -1])
+        is_sent = (needs != _NOTHING) & (rank[stage] != rank[source])
+        order = np.array(_order(first.tolist(), needs.tolist()), dtype=np.int64)
+        if len(order) < len(needs):
             simulate(schedule)  # raises the error that shows where each rank waits
         self._order = order.astype(np.int32)
-        self._before = table.before[order].astype(np.int32)
-        self._needs = table.needs[order].astype(np.int32)
-        self._is_sent = table.is_sent[order]
-        self._table, self._num_stages = table, schedule.num_stages
+        self._before = before[order].astype(np.int32)
+        self._needs = needs[order].astype(np.int32)
+        self._is_sent = is_sent[order]
+        self._codes, self._stage, self._num_stages = codes, stage, schedule.num_stages
+        self._rows = [slice(low, high) for low, high in pairwise(first)]  # by rank
+        self._kinds = codes * schedule.num_stages + stage
+        self._find_collections()
+
+    def _find_collections(self) -> None:
+        """Find the actions after which gradients are reduced, and those before which an I's gradients are."""
+        codes = self._codes
+        whole = (codes == 1) | (codes == 3)
+        self._is_collected = whole.copy()  # except the last of a stage
+        self._is_behind_half = np.zeros_like(whole)  # a B or I of a stage whose previous I has no W yet
+        for stage in range(self._num_stages):
+            # REDUCE takes the gradients of a stage's last microbatch.
+            self._is_collected[np.flatnonzero(whole & (self._stage == stage))[-1]] = False
+            backwards = np.flatnonzero((codes > 0) & (self._stage == stage))
+            kinds = codes[backwards]
+            self._is_behind_half[backwards[1:]] = (kinds[1:] != 3) & (kinds[:-1] == 2)
 
     @cached_property
     def computing(self) -> list[ComputePhases]:
         """The states in which each rank computes."""
-        return [_computing(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
+        return [self._computing(row, stages) for row, stages in zip(self._rows, self.stages, strict=True)]
 
     @cached_property
     def _counts(self) -> _Numbers:
-        return _counts(self._table, self._num_stages)
+        """(num_ranks, 4 x num_stages): how many actions of each op and stage a rank does."""
+        count = len(_CODES) * self._num_stages
+        return np.array([np.bincount(self._kinds[row], minlength=count) for row in self._rows])
 
     @cached_property
     def _collections(self) -> _Numbers:
         """(num_ranks, num_stages): how often a rank reduces gradients of each stage."""
-        return self._by_rank(self._table.is_collected)
+        return self._by_rank(self._is_collected)
 
     @cached_property
     def halves(self) -> _Numbers:
         """(num_ranks, num_stages): how often gradients of an I are reduced before its W. More batches add none."""
-        return self._by_rank(self._table.is_behind_half)
+        return self._by_rank(self._is_behind_half)
 
     def _by_rank(self, is_counted: NDArray[np.bool_]) -> _Numbers:
-        table = self._table
-        rows = [slice(low, high) for low, high in zip(table.first, table.first[1:], strict=False)]
-        counted = [table.stage[row][is_counted[row]] for row in rows]
+        counted = [self._stage[row][is_counted[row]] for row in self._rows]
         return np.array([np.bincount(stages, minlength=self._num_stages) for stages in counted])
 
-    @cached_property
-    def _held(self) -> list[_Numbers]:
-        return [_most_held(self._table, rank, stages) for rank, stages in enumerate(self.stages)]
+    def _computing(self, row: slice, stages: Sequence[int]) -> ComputePhases:
+        """Return the states of a rank. row: its actions."""
+        codes, is_stage = self._codes[row, None], self._stage[row, None] == np.array(stages)
+        begins = ((codes == 0) & is_stage).astype(np.int64)
+        input_ends, ends = (((codes == 1) | (codes == half)) & is_stage for half in (2, 3))
+        # The current microbatch does not count: neither the activations that its F makes, nor those that its backward
+        # ends.
+        held = np.cumsum(begins - input_ends, axis=0) - begins
+        kept = np.cumsum(begins - ends, axis=0) - begins - ((codes == 2) & is_stage)
+        num_ended = np.cumsum(ends, axis=0) - ends
+        begun, ended = ((num_ended >= least).astype(np.int64) for least in (1, ends.sum(axis=0)))
+        columns = [codes, is_stage.argmax(1)[:, None], held, kept, begun, ended]
+        found, count = np.unique(np.concatenate(columns, axis=1), axis=0), len(stages)
+        return ComputePhases(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))
 
-    def outcome(self, costs: Costs) -> ScheduleOutcome:
-        """Simulate the schedule with these costs. Bytes of parameters are not counted."""
-        ends = self._ends(costs)
-        whole, kept = np.array(costs.activation_bytes), np.array(costs.kept_bytes)
-        peaks = []
-        for stages, counts in zip(self.stages, self._held, strict=True):
-            here = list(stages)
-            # A microbatch holds whole - kept until B or I, and kept until B or W.
-            peaks.append(float((counts @ np.concatenate([whole[here] - kept[here], kept[here]])).max()))
+    def outcome(self, costs: Costs) -> tuple[float, tuple[float, ...]]:
+        """Simulate the schedule with these costs. Return (makespan, compute time of each rank), in their unit."""
         none = (0.0,) * self._num_stages
         collect, half = np.array(costs.collect or none), np.array(costs.collect_half or none)
         busy = self._counts @ _by_kind(costs) + self._collections @ collect + self.halves @ half
-        return ScheduleOutcome(max(ends), tuple(busy.tolist()), tuple(peaks))
+        return max(self._ends(costs)), tuple(busy.tolist())
 
     def starts(self, costs: Costs) -> list[float]:
         """Return the start of each action, rank after rank."""
@@ -118,12 +148,11 @@ class FastSimulation:
 
     def _times(self, costs: Costs) -> NDArray[np.float64]:
         """Return the time that each action keeps its rank busy, (actions,)."""
-        table = self._table
-        beside = np.zeros(len(table.kinds))
-        for collect, is_collected in ((costs.collect_half, table.is_behind_half), (costs.collect, table.is_collected)):
+        beside = np.zeros(len(self._kinds))
+        for collect, is_collected in ((costs.collect_half, self._is_behind_half), (costs.collect, self._is_collected)):
             if collect:
-                beside += is_collected * np.array(collect)[table.stage]
-        found: NDArray[np.float64] = _by_kind(costs)[table.kinds] + beside
+                beside += is_collected * np.array(collect)[self._stage]
+        found: NDArray[np.float64] = _by_kind(costs)[self._kinds] + beside
         return found
 
     def _ends(self, costs: Costs) -> list[float]:
@@ -140,40 +169,6 @@ class FastSimulation:
 def _by_kind(costs: Costs) -> NDArray[np.float64]:
     """Return the times of F of all stages, then of B, I and W, (4 x num_stages,)."""
     return np.array([costs.forward, costs.backward, costs.input_backward, costs.weight_backward]).ravel()
-
-
-class _Table:
-    """Columns with a row for each action, rank after rank."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        actions: list[Action] = [action for row in schedule.actions for action in row]
-        codes = np.fromiter((_CODES[action.op] for action in actions), np.int64, len(actions))
-        self.codes, self.stage = codes, np.fromiter((action.stage for action in actions), np.int64, len(actions))
-        microbatch = np.fromiter((action.microbatch or 0 for action in actions), np.int64, len(actions))
-        self.first = np.cumsum([0, *map(len, schedule.actions)])
-        self.kinds = codes * schedule.num_stages + self.stage
-        places = np.arange(len(actions))
-        self.before = np.where(np.isin(places, self.first), _NOTHING, places - 1)
-        whole = (codes == 1) | (codes == 3)
-        self.is_collected = whole.copy()  # except the last of a stage
-        self.is_behind_half = np.zeros_like(whole)  # a B or I of a stage whose previous I has no W yet
-        for stage in range(schedule.num_stages):
-            # REDUCE takes the gradients of a stage's last microbatch.
-            self.is_collected[np.flatnonzero(whole & (self.stage == stage))[-1]] = False
-            backwards = np.flatnonzero((codes > 0) & (self.stage == stage))
-            kinds = codes[backwards]
-            self.is_behind_half[backwards[1:]] = (kinds[1:] != 3) & (kinds[:-1] == 2)
-        # (direction, stage + 1, microbatch) -> action; an empty stage at both ends stands for a missing neighbour.
-        made = np.full((2, schedule.num_stages + 2, schedule.num_microbatches), _NOTHING)
-        for direction, chosen in ((0, codes == 0), (1, (codes == 1) | (codes == 2))):
-            made[direction, self.stage[chosen] + 1, microbatch[chosen]] = places[chosen]
-        forward, weight = codes == 0, codes == 3
-        source = np.where(forward, self.stage - 1, self.stage + 1)
-        self.needs = np.where(weight, _NOTHING, made[np.where(forward, 0, 1), source + 1, microbatch])
-        # The last entry stands for missing neighbours: numpy's index -1 finds it before stage 0, num_stages behind the
-        # last.
-        rank = np.array([*schedule.rank_of_stage, -1])
-        self.is_sent = (self.needs != _NOTHING) & (rank[self.stage] != rank[source])
 
 
 def _order(first: Sequence[int], needs: Sequence[int]) -> list[int]:
@@ -200,36 +195,3 @@ def _order(first: Sequence[int], needs: Sequence[int]) -> list[int]:
             place += 1
         at[rank] = place
     return order
-
-
-def _counts(table: _Table, num_stages: int) -> _Numbers:
-    """Count the actions of each op and stage on each rank, (num_ranks, 4 x num_stages)."""
-    rows = [table.kinds[low:high] for low, high in zip(table.first, table.first[1:], strict=False)]
-    return np.array([np.bincount(row, minlength=len(_CODES) * num_stages) for row in rows])
-
-
-def _most_held(table: _Table, rank: int, stages: Sequence[int]) -> _Numbers:
-    """Count microbatches between F and B or I, and between F and B or W, at each F: (moments, 2 x stages)."""
-    row = slice(table.first[rank], table.first[rank + 1])
-    codes, is_stage = table.codes[row, None], table.stage[row, None] == np.array(stages)
-    begins = (codes == 0) & is_stage
-    until_input, until_weights = ((codes == 1) | (codes == half) for half in (2, 3))
-    changes = [begins.astype(np.int64) - (until & is_stage) for until in (until_input, until_weights)]
-    # Every action but F frees, so a peak is at an F.
-    held = np.cumsum(np.concatenate(changes, axis=1), axis=0)[codes[:, 0] == 0]
-    found: _Numbers = np.unique(held, axis=0)
-    return found
-
-
-def _computing(table: _Table, rank: int, stages: Sequence[int]) -> ComputePhases:
-    row, count = slice(table.first[rank], table.first[rank + 1]), len(stages)
-    codes, is_stage = table.codes[row, None], table.stage[row, None] == np.array(stages)
-    begins = ((codes == 0) & is_stage).astype(np.int64)
-    input_ends, ends = (((codes == 1) | (codes == half)) & is_stage for half in (2, 3))
-    # The current microbatch does not count: neither the activations that its F makes, nor those that its backward ends.
-    held = np.cumsum(begins - input_ends, axis=0) - begins
-    kept = np.cumsum(begins - ends, axis=0) - begins - ((codes == 2) & is_stage)
-    num_ended = np.cumsum(ends, axis=0) - ends
-    begun, ended = ((num_ended >= least).astype(np.int64) for least in (1, ends.sum(axis=0)))
-    found = np.unique(np.concatenate([codes, is_stage.argmax(1)[:, None], held, kept, begun, ended], axis=1), axis=0)
-    return ComputePhases(found[:, 0], found[:, 1], *np.split(found[:, 2:], [count, 2 * count, 3 * count], axis=1))

@@ -35,6 +35,7 @@ def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Pat
 
 def test_a_pipeline_of_128_stages_has_the_bubble_of_the_closed_form() -> None:
     p, m = 128, 96
-    outcome = FastSimulation(make_schedule("1f1b", p, m)).outcome(Costs.uniform(p))
-    assert 1 - sum(outcome.busy) / (p * outcome.makespan) == pytest.approx((p - 1) / (m + p - 1))
-    assert outcome.activation_bytes == tuple(float(min(m, p - rank)) for rank in range(p))
+    simulation = FastSimulation(make_schedule("1f1b", p, m))
+    makespan, busy = simulation.outcome(Costs.uniform(p))
+    assert 1 - sum(busy) / (p * makespan) == pytest.approx((p - 1) / (m + p - 1))
+    assert [phases.held.max() + 1 for phases in simulation.computing] == [min(m, p - rank) for rank in range(p)]

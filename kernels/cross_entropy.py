@@ -92,7 +92,7 @@ def _compiled(logits: Tensor, labels: Tensor, overwrite_logits: bool, backend: B
     terms = LossTerms.of("cross_entropy", options)
     check_labels_fit("cross_entropy", "logits", form_of(logits), form_of(labels))
     if form_uses_triton(backend, "cross_entropy", form_of(logits), form_of(labels)):
-        from .untraced import untraced
+        from .operators import untraced
 
         given: dict[str, Any] = {"overwrite_logits": overwrite_logits, "backend": backend, **options}
         return untraced(cross_entropy, logits, labels, **given)  # type: ignore[no-any-return]

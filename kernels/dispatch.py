@@ -136,6 +136,14 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
+def operators() -> Any:
+    """Return torch.ops.lowtide, which a compiler does not trace into."""
+    # Here: it costs each import of lowtide, and few programs compile. torch 2.11 does not trace `from . import`.
+    from .operators import LOWTIDE
+
+    return LOWTIDE
+
+
 @cache
 def triton_form(name: str) -> Any:
     """Import the module `triton/<name>.py`, and cache it: an `import` statement costs time in every step."""

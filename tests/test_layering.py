@@ -106,6 +106,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # (importing module, imported module) of imports against the order: one line of a function each, for files that need it.
 LAZY = {
     ("lowtide.engine.config.translate", "lowtide.deepspeed.dialect"),
+    ("lowtide.kernels.dispatch", "lowtide.kernels.operators"),  # for compiled code alone
 }
 # Folders of tests/ whose tests `bin/test core` leaves out.
 SATELLITE_TESTS = {"integrations", "launch", "plan", "benchmarks", "bin", "examples"}

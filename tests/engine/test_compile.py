@@ -395,7 +395,7 @@ FULLGRAPH = {"compile": {"blocks": True, "backend": "aot_eager", "fullgraph": Tr
 
 
 @on_ranks(1)
-def test_kernels_by_name_are_formulas_of_one_graph() -> None:
+def test_kernels_by_name_are_operators_of_one_graph() -> None:
     """fullgraph=True raises where a launch breaks the graph."""
     more: dict[str, Any] = {"kernels": {"fuse_modules": ["rms_norm", "gated_mlp", "rotary_embedding"]}}
     more |= {"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}}

@@ -1,4 +1,4 @@
-"""A compiler traces the formula of a fused kernel: one graph, and the numbers of the eager call."""
+"""A compiler sees a fused kernel as an operator: one graph, and the numbers of the eager call."""
 
 from collections.abc import Callable
 from itertools import cycle
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lowtide.kernels.cross_entropy import cross_entropy
-from lowtide.kernels.dispatch import Backend
+from lowtide.kernels.dispatch import Backend, operators
 from lowtide.kernels.gated_mlp import geglu, swiglu, swiglu_packed
 from lowtide.kernels.rotary import rotary_embedding
 from lowtide.kernels.row_norm import add_rms_norm, rms_norm
@@ -50,7 +50,10 @@ def run(function: Callable[..., Any], inputs: list[Tensor], backend: str) -> lis
 
 @pytest.mark.parametrize(("name", "backend"), list(zip(CASES, cycle(["auto", "triton"]), strict=False)))
 def test_a_compiled_call_equals_the_eager_call(name: str, backend: str) -> None:
-    """fullgraph=True raises where a graph breaks. "auto" is the reference here; Triton's eager form is interpreted."""
+    """fullgraph=True raises where a graph breaks. "auto" is the reference here; Triton's form is interpreted.
+
+    Each operator meets both, which an argument of it names.
+    """
     function, shapes = CASES[name]
     dtype = torch.float32 if backend == "triton" else torch.bfloat16
     tolerance = 1e-5 if backend == "triton" else 2**-6
@@ -61,6 +64,16 @@ def test_a_compiled_call_equals_the_eager_call(name: str, backend: str) -> None:
     for found, expected in zip(compiled, run(function, inputs, backend), strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+def test_a_frozen_weight_gets_no_gradient_and_strides_are_those_of_the_fake() -> None:
+    """torch.library.opcheck compares real and fake outputs; of a transposed x too."""
+    lowtide = operators()
+    x, w = torch.randn(12, 3).t().requires_grad_(), torch.randn(12)
+    torch.library.opcheck(lowtide.rms_norm, (x, None, w, 1e-5, 0.0, "auto"))
+    torch.library.opcheck(lowtide.gated_mlp, (x, x.detach().requires_grad_(), "silu", "auto"))
+    _, dweight = lowtide.rms_norm_backward(x, None, x, w, torch.ones(3), False, 1e-5, 0.0, "auto")
+    assert dweight.numel() == 0
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
@@ -75,3 +88,14 @@ def test_a_compiled_loss_equals_the_eager_loss(backend: Backend) -> None:
     found, expected = torch.compile(loss, backend="aot_eager")(logits), loss(logits)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (found, expected)))
+
+
+def test_operators_keep_the_rules_of_torch() -> None:
+    """Schemas, fake implementations, and gradients through the dispatcher: torch.library.opcheck."""
+    lowtide = operators()
+    x, w = (torch.randn(shape, requires_grad=True) for shape in (X, W))
+    q, k = (torch.randn(shape, requires_grad=True) for shape in HEADS)
+    torch.library.opcheck(lowtide.rms_norm, (x, None, w, 1e-5, 0.0, "auto"))
+    torch.library.opcheck(lowtide.rms_norm, (x, x.detach().clone().requires_grad_(), w, 1e-5, 1.0, "auto"))
+    torch.library.opcheck(lowtide.gated_mlp, (x, None, "silu", "auto"))
+    torch.library.opcheck(lowtide.rotary, (q, k, *tables(8), False, False, "auto"))

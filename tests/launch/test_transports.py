@@ -23,7 +23,7 @@ from lowtide.launch.transports.link import END_SECONDS, agent_command
 from lowtide.launch.transports.remote import SshTransport, srun_command
 from lowtide.launch.wire.handshake import ANSWER_BYTES, LauncherHandshake
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Job as MessageOfJob, Start, Welcome, encode
+from lowtide.launch.wire.messages import Start, Welcome, encode
 from tests.kit.ranks import reserved_port
 from tests.launch import fakes
 from tests.launch.jobs import Job
@@ -233,8 +233,8 @@ def test_an_agent_obeys_nobody_who_listens_at_the_meeting_port_before_the_launch
         other = by_hand(tmp_path, "pass", 1, port, QUICK)
         link, _ = listener.accept()
         with link:
-            job = MessageOfJob("id", (sys.executable, "-c", f"open({str(tmp_path / 'owned')!r}, 'w')"), "/", {})
-            start = encode(Start(HostPlan("h", 1, (RankPlan(1, 0, None, (), {}),)), job, {}, {}))
+            command = (sys.executable, "-c", f"open({str(tmp_path / 'owned')!r}, 'w')")
+            start = encode(Start(HostPlan("h", 1, (RankPlan(1, 0, None, (), {}),)), "id", command, "/", {}))
             link.sendall(LauncherHandshake("guess").greeting + encode(Welcome()) + b"\n" + start + b"\n")
             link.settimeout(10)
             with contextlib.suppress(ConnectionError):  # it closes what it has not read

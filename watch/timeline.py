@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 
 from .progress import Activity, Progress
 
@@ -22,14 +21,8 @@ _PHASES = {
 }
 
 
-@dataclass(frozen=True)
-class Span:
-    """begin, end: of time.perf_counter_ns()."""
-
-    lane: str
-    name: str
-    begin: int
-    end: int
+Span = tuple[str, str, int, int]
+"""(lane, name, begin, end), the last two of time.perf_counter_ns()."""
 
 
 def lane_of(what: str) -> str:
@@ -70,7 +63,7 @@ class Timeline:
         if phase:
             self._seconds[phase] += (now - since) / 1e9
             if self._keeps:
-                self.spans.append(Span(COMPUTE, f"{phase} of {of}" if of else phase, since, now))
+                self.spans.append((COMPUTE, f"{phase} of {of}" if of else phase, since, now))
         # An activity outside of a step has no phase: its time is neither a span nor counted.
         self._phase = (now, _PHASES.get(activity, ""), unit)
 
@@ -88,4 +81,4 @@ class Timeline:
         now = time.perf_counter_ns()
         self._seconds[WAIT] += (now - since) / 1e9
         if self._keeps:
-            self.spans.append(Span(lane_of(what), what, since, now))
+            self.spans.append((lane_of(what), what, since, now))

@@ -219,7 +219,7 @@ class Bounds:
             away = away if choice.offload_activations == "cpu" else 0.0
             on_host = away + self._resting_on_host(choice, parts)
             fits = fits and on_host * _ROUNDED <= machine.host_bytes / machine.devices_per_host
-        return Bound(seconds * _ROUNDED / samples, nbytes * _ROUNDED, fits)
+        return seconds * _ROUNDED / samples, nbytes * _ROUNDED, fits
 
     def _of_layers(self, choice: Choice, parts: _Division) -> tuple[float, float, float]:
         """Return (seconds, bytes, bytes of offloaded activations) without a pipeline and the update."""

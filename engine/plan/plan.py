@@ -284,7 +284,7 @@ def _smallest(planner: Planner, choices: Sequence[Choice]) -> Choice:
     Only the choice with the smallest bound for each combination of offloads is estimated.
     """
     bounds, smallest = {choice: planner.bound(choice) for choice in choices}, {}
-    for choice in sorted(choices, key=lambda choice: (bounds[choice].nbytes, bounds[choice].seconds), reverse=True):
+    for choice in sorted(choices, key=lambda choice: (bounds[choice][1], bounds[choice][0]), reverse=True):
         smallest[choice.offload_optimizer, choice.offload_param, choice.offload_activations] = choice
     return min(smallest.values(), key=lambda choice: sum(planner.estimate(choice).missing(planner.machine).values()))
 

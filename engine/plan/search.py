@@ -23,13 +23,8 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Lower bounds of an item. fits: False if the item cannot fit."""
-
-    seconds: float
-    nbytes: float
-    fits: bool = True
+Bound = tuple[float, float, bool]
+"""Lower bounds of an item: (seconds, bytes, False if the item cannot fit)."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +68,19 @@ def search(
 ) -> Result[Item, Value]:
     """Find the best items. evaluate: (item, place in the list) -> an evaluated item, no better than its bound."""
     bounds = [bound(item) for item in items]
-    order = sorted(range(len(items)), key=lambda number: (bounds[number].seconds, bounds[number].nbytes, number))
+    order = sorted(range(len(items)), key=lambda number: (*bounds[number][:2], number))
     best: list[Found[Item, Value]] = []
     beyond: list[Found[Item, Value]] = []
     front: list[Found[Item, Value]] = []  # no other item beats them in both time and memory; the fastest first
     num_evaluated = 0
     for number in order:
-        least = bounds[number]
+        seconds, nbytes, fits = bounds[number]
         # Fast items that do not fit tell the user how much a larger device would gain.
-        may_be_beyond = len(beyond) < num_beyond and (not best or least.seconds < best[0].seconds)
-        may_be_best = least.fits and (len(best) < count or least.seconds <= best[-1].seconds)
+        may_be_beyond = len(beyond) < num_beyond and (not best or seconds < best[0].seconds)
+        may_be_best = fits and (len(best) < count or seconds <= best[-1].seconds)
         # `best[0]` may still become faster, so the members are filtered again at the end.
-        is_slow = bool(best) and least.seconds > SLOWEST * best[0].seconds
-        may_be_on_front = least.fits and not is_slow and not _covers(front, least)
+        is_slow = bool(best) and seconds > SLOWEST * best[0].seconds
+        may_be_on_front = fits and not is_slow and not _covers(front, seconds, nbytes)
         if not (may_be_best or may_be_on_front or may_be_beyond):
             continue
         found = evaluate(items[number], number)
@@ -96,19 +91,19 @@ def search(
         elif may_be_beyond:
             beyond.append(found)
     # An item that was faster than the best of its time may be slower than the final best.
-    beyond = [found for found in beyond if not best or bounds[found.number].seconds < best[0].seconds]
+    beyond = [found for found in beyond if not best or bounds[found.number][0] < best[0].seconds]
     members = [found for found in front if found.seconds <= SLOWEST * best[0].seconds]
     return Result(tuple(best), tuple(members), tuple(beyond), len(items), num_evaluated)
 
 
-def _covers(front: Sequence[Found[Item, Value]], least: Bound) -> bool:
+def _covers(front: Sequence[Found[Item, Value]], seconds: float, nbytes: float) -> bool:
     """Return whether a member of the front is faster and no larger, or no slower and smaller."""
     # Along the front bytes fall as seconds rise, so among members that are no slower the last is the smallest.
-    place = bisect.bisect_right(front, least.seconds, key=lambda member: member.seconds)
+    place = bisect.bisect_right(front, seconds, key=lambda member: member.seconds)
     if not place:
         return False
     last = front[place - 1]
-    return last.nbytes < least.nbytes or (last.nbytes == least.nbytes and last.seconds < least.seconds)
+    return last.nbytes < nbytes or (last.nbytes == nbytes and last.seconds < seconds)
 
 
 def _add(front: list[Found[Item, Value]], found: Found[Item, Value]) -> None:

@@ -98,9 +98,9 @@ class StepProfile(StepFeature):
     def collectives(self) -> list[Collective]:
         """Return the rows of the table, most bytes first."""
         seconds: dict[str, float] = {}
-        for span in self._timeline.spans:
-            if span.lane not in (COMPUTE, OFFLOAD):
-                seconds[span.name] = seconds.get(span.name, 0.0) + (span.end - span.begin) / 1e9
+        for lane, name, begin, end in self._timeline.spans:
+            if lane not in (COMPUTE, OFFLOAD):
+                seconds[name] = seconds.get(name, 0.0) + (end - begin) / 1e9
         rows = []
         for name in dict.fromkeys([*self._timeline.collectives, *seconds]):
             count, nbytes = self._timeline.collectives[name], self._bytes_of(name)
@@ -117,14 +117,14 @@ class StepProfile(StepFeature):
     def seconds_by_lane(self) -> dict[str, float]:
         """Return the seconds of compute, and of each kind of wait. Waits are within compute."""
         found = dict.fromkeys(LANES, 0.0)
-        for span in self._timeline.spans:
-            found[span.lane] += (span.end - span.begin) / 1e9
+        for lane, _, begin, end in self._timeline.spans:
+            found[lane] += (end - begin) / 1e9
         return found
 
     def trace(self) -> dict[str, Any]:
         """Return events for chrome://tracing and Perfetto, a thread for each lane."""
         spans = self._timeline.spans
-        start = min((span.begin for span in spans), default=0)
+        start = min((begin for _, _, begin, _ in spans), default=0)
         lanes = {lane: number for number, lane in enumerate(LANES)}
         rank = self._rank
         names = [
@@ -134,15 +134,15 @@ class StepProfile(StepFeature):
         events = [
             {
                 "ph": "X",
-                "name": span.name,
-                "cat": span.lane,
+                "name": name,
+                "cat": lane,
                 "pid": rank,
-                "tid": lanes[span.lane],
+                "tid": lanes[lane],
                 # Chrome's format counts microseconds.
-                "ts": (span.begin - start) / 1e3,
-                "dur": (span.end - span.begin) / 1e3,
+                "ts": (begin - start) / 1e3,
+                "dur": (end - begin) / 1e3,
             }
-            for span in spans
+            for lane, name, begin, end in spans
         ]
         process = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         return {"traceEvents": [process, *names, *events], "displayTimeUnit": "ms"}

@@ -51,8 +51,8 @@ def search_all(
             front.append(found)
     limit = fitting[0].seconds if fitting else math.inf
     bounds = {found.number: bound(found.item) for found in every if not found.fits}
-    beyond = [found for found in every if not found.fits and bounds[found.number].seconds < limit]
-    beyond.sort(key=lambda found: (bounds[found.number].seconds, bounds[found.number].nbytes, found.number))
+    beyond = [found for found in every if not found.fits and bounds[found.number][0] < limit]
+    beyond.sort(key=lambda found: (*bounds[found.number][:2], found.number))
     return Result(tuple(fitting[:count]), tuple(front), tuple(beyond[:num_beyond]), len(items), len(items))
 
 
@@ -64,7 +64,7 @@ def test_a_search_equals_looking_at_everything(seed: int) -> None:
     costs = [(float(draw.randint(1, kinds)), float(draw.randint(1, kinds))) for _ in range(count)]
     limit = draw.uniform(0, kinds + 1)
     bounds = [
-        Bound(seconds * (1 - slack * draw.random()), least := nbytes * (1 - slack * draw.random()), least <= limit)
+        (seconds * (1 - slack * draw.random()), least := nbytes * (1 - slack * draw.random()), least <= limit)
         for seconds, nbytes in costs
     ]
 
@@ -99,8 +99,8 @@ def choices(planner: Planner, *folders: str, num_samples: int = 32) -> list[Choi
 
 def assert_bounds_are_below(planner: Planner, some: Sequence[Choice], count: int) -> None:
     for choice in random.Random(0).sample(some, count):
-        bound, value = planner.bound(choice), planner.found(choice, 0)
-        assert bound.seconds <= value.seconds and bound.nbytes <= value.nbytes and bound.fits >= value.fits, choice
+        (seconds, nbytes, fits), value = planner.bound(choice), planner.found(choice, 0)
+        assert seconds <= value.seconds and nbytes <= value.nbytes and fits >= value.fits, choice
 
 
 def test_degrees_that_do_not_divide_are_not_offered(planner: Planner) -> None:
@@ -158,9 +158,9 @@ def test_bounds_know_what_the_host_holds() -> None:
     away = [one for one in choices(small) if "cpu" in (one.offload_optimizer, one.offload_activations)]
     left_out = 0
     for choice in random.Random(0).sample(away, 10):
-        bound, value = small.bound(choice), small.estimate(choice)
-        assert bound.fits or value.missing(small.machine), choice
-        left_out += not bound.fits and value.peak_bytes <= small.machine.usable_bytes
+        (_, _, fits), value = small.bound(choice), small.estimate(choice)
+        assert fits or value.missing(small.machine), choice
+        left_out += not fits and value.peak_bytes <= small.machine.usable_bytes
     assert left_out
 
 

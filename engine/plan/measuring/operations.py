@@ -286,19 +286,6 @@ _COUNTS = (8, 40)  # blocks
 _ENGINE_ROUNDS, _STEPS = 3, 16  # few and many blocks in turn, because the speed of a CPU varies over seconds
 
 
-class Small(nn.Module):
-    """Blocks with almost no computing, but as many parameters per block as in most transformers."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MeasuredBlock(_SMALL_WIDTH) for _ in range(count))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
-
-
 def host_curves(measured: Measured, world: World) -> dict[str, Curve]:
     """Return host times by name: "shared_memory unit 3" for a unit at stage 3, "shared_memory step 3" for a step.
 
@@ -327,17 +314,18 @@ def _lacking(measured: Measured, world: World, transport: str, stage: int, count
         "steps_per_print": 0,
         "device": "cpu",
         "optimizer": {"type": "adamw", "params": {}},
-        "zero_optimization": {"stage": stage, "units": [f"blocks.{number}" for number in range(count)]},
+        "zero_optimization": {"stage": stage, "units": [str(number) for number in range(count)]},
     }
     config |= {"communication": {"transport": transport}} if world.size > 1 else {}
     batch = (torch.ones(1, _SMALL_TOKENS, _SMALL_WIDTH),)
-    model = Small(count)
+    # Almost no computing, but as many parameters per block as in most transformers.
+    model = nn.Sequential(*(MeasuredBlock(_SMALL_WIDTH) for _ in range(count)))
     blueprint = Blueprint.of(Config.load(config).resolve(world.size), model, world.size)
-    run = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu")
+    run = MetaRun(model, blueprint.units, blueprint.dtypes, "cpu", _mean_square)
     profile = run.profile(batch, 1, 0, writes_gradients(blueprint))
     machine = Machine.measured(measured, world.size, 1e12)
     predicted = estimate(blueprint, machine, profile).step_seconds
-    with initialize(model, config) as engine:
+    with initialize(model, config, loss_fn=_mean_square) as engine:
         clock = own_clock() if world.size == 1 else time.perf_counter
         times = []
         for _ in range(_STEPS):
@@ -346,3 +334,7 @@ def _lacking(measured: Measured, world: World, transport: str, stage: int, count
             times.append(clock() - start)
     # The first steps make states and buffers.
     return min(times[2:]) - predicted
+
+
+def _mean_square(output: Tensor, batch: Any) -> Tensor:
+    return output.square().mean()

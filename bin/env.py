@@ -20,7 +20,7 @@ import torch
 from torch.utils import collect_env
 
 from ..engine.plan.measured import VARIABLE, Measured, default_path
-from ..engine.plan.measuring.measure import MeasuringError, measure
+from ..engine.plan.measuring.measure import measure
 from ..kernels.cpu_build import BuildError, find_compiler, make_or_say_why
 from ..kernels.dispatch import has_triton
 from ..kernels.optimizer_step import CPU_FORMS, CpuKernel
@@ -86,7 +86,7 @@ def parser() -> Parser:
     return result
 
 
-@reports("env", MeasuringError, OSError, ValueError)
+@reports("env", OSError, ValueError)  # a ChildProcessError of `measure` is an OSError
 def _measure(path: Path, folder: Path | None) -> int:
     before = Measured.read(path).factors if path.exists() else {}
     found = measure(lambda text: print(text, flush=True), folder)

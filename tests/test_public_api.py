@@ -49,7 +49,6 @@ NOT_PUBLIC = {  # error: why nobody has to catch it by its name
     "EndOfFileError": "becomes a CheckpointError",
     "HandshakeError": "the command says it",
     "LaunchError": "the command says it",
-    "MeasuringError": "the command says it",
     "NotRecordedError": "the model is built with memory",
     "ScheduleError": "becomes a ConfigError; the command says it",
     "StateError": "the script is wrong, not the run",

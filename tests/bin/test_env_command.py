@@ -15,7 +15,6 @@ from torch.utils import collect_env
 
 from lowtide.bin import env
 from lowtide.bin.main import main
-from lowtide.engine.plan.measuring.measure import MeasuringError
 from lowtide.kernels.cpu_build import BuildError, find_compiler
 from tests.kit.training import refusal
 
@@ -66,7 +65,7 @@ def test_what_was_removed_cannot_be_written_or_measured_is_said(
     assert "--quick was removed; nothing is measured without --measure, so leave it out" in capsys.readouterr().err
 
     def fail(*_: object) -> None:
-        raise MeasuringError("rank 0 of 2 failed: no output")
+        raise ChildProcessError("rank 0 of 2 failed: no output")
 
     monkeypatch.setattr(env, "measure", fail)
     assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 1

@@ -26,12 +26,10 @@ _LAUNCH = (sys.executable, "-c", "import sys; from lowtide.bin.main import main;
 _NO_DEVICES = ("--env", "CUDA_VISIBLE_DEVICES=", "--env", "HIP_VISIBLE_DEVICES=")
 
 
-class MeasuringError(Exception):
-    """A rank of a measurement failed, or did not end in time."""
-
-
 def measure(say: Callable[[str], None], folder: Path | None, counts: Sequence[int] = COUNTS) -> Measured:
-    """Measure with each of `counts` ranks working at the same time, in ascending order. Raises MeasuringError.
+    """Measure with each of `counts` ranks working at the same time, in ascending order.
+
+    Raises ChildProcessError if a rank of a measurement failed, or did not end in time.
 
     folder: measure files in it too. say: takes a line for each measurement that begins. With more ranks than cores, the
     speeds of computing are scaled from the smaller count, and only collectives and host times are measured.
@@ -83,7 +81,7 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
             process.terminate()  # if this process is interrupted: the launcher then stops all ranks
             process.wait()
         if status:
-            raise MeasuringError(f"{count} ranks: {errors.read_text(errors='replace').strip() or 'no output'}")
+            raise ChildProcessError(f"{count} ranks: {errors.read_text(errors='replace').strip() or 'no output'}")
         return mean([json.loads((request.parent / f"rank{rank}.json").read_text()) for rank in range(count)], count)
 
 

@@ -165,7 +165,15 @@ class FileStore:
             _end(request.done, request.error)
         # After a failure too: each block is counted, and the last one ends the transfer.
         for index in range(len(entry.checksums)):
-            self._threads.submit(self._do_block, entry, request, verb, index)
+            try:
+                self._threads.submit(self._do_block, entry, request, verb, index)
+            except RuntimeError as error:  # a callback's error would be lost, and `wait` would wait forever
+                failure = OffloadError(
+                    f"{self._place()} expected to {verb} '{entry.key}' before the main thread ends, found {error}; let "
+                    "the main thread wait for the training"
+                )
+                failure.__cause__ = error
+                self._end_block(entry, request, verb, failure)
 
     def _do_block(self, entry: _Entry, request: _Request, verb: _Verb, index: int) -> None:
         begin = index * self.aio.block_size
@@ -183,6 +191,9 @@ class FileStore:
             failure.__cause__ = error
         except Exception as error:
             failure = error
+        self._end_block(entry, request, verb, failure)
+
+    def _end_block(self, entry: _Entry, request: _Request, verb: _Verb, failure: Exception | None) -> None:
         if failure is not None and verb == "save":
             entry.failure = failure
         request.end_block(failure)

@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -133,6 +135,21 @@ def test_what_could_not_be_saved_cannot_be_loaded(
         assert failing.is_done and re.match(prefix + re.escape(cause), error_of(failing.wait))
     save(store, "key", some_bytes(3 * BLOCK))  # once there is room again
     assert torch.equal(loaded(store, "key", 3 * BLOCK), some_bytes(3 * BLOCK))
+
+
+def test_a_transfer_that_no_thread_takes_is_an_error(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a thread of the user that goes on when the main thread has ended. It waited forever."""
+    save(store, "key", some_bytes(BLOCK + 1))
+    with monkeypatch.context() as patch:
+        ended = RuntimeError("cannot schedule new futures after shutdown")
+        patch.setattr(ThreadPoolExecutor, "submit", Mock(side_effect=ended))
+        for verb in ("load", "save"):
+            transfer = getattr(store, verb)("key", some_bytes(BLOCK + 1))
+            assert transfer.is_done and error_of(transfer.wait) == (
+                f"{store.path}: rank 3 expected to {verb} 'key' before the main thread ends, found {ended}; let the "
+                "main thread wait for the training"
+            )
+    assert "because saving it failed" in error_of(loaded, store, "key", BLOCK + 1)
 
 
 @pytest.fixture

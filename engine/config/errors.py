@@ -142,8 +142,9 @@ class ConfigSection(Section):
     """The path of the section in a file. `config.py` sets it for each section of `Config`."""
 
     def __reduce__(self) -> tuple[Any, tuple[dict[str, Any]]]:
-        # Pickled as values: the class of `params` is made of a table (`section_of`), and pickle would not find it.
-        return type(self).model_validate, (self.model_dump(),)
+        # Pickled as values: the class of `params` is made of a table (`section_of`), and pickle would not find it. Only
+        # the given ones: some defaults do more if they are written.
+        return type(self).model_validate, (self.model_dump(exclude_unset=True),)
 
     def faults(self, config: Any) -> list[Fault]:
         return []

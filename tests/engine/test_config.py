@@ -143,6 +143,7 @@ def test_configs_and_their_errors_survive_pickle_and_are_frozen() -> None:
     config = Config.load({"gradient_clipping": "auto"})
     again = pickle.loads(pickle.dumps(config))
     assert again == config and again.notes == config.notes
+    assert again.kernels.model_fields_set == set()  # a written fuse_modules "auto" is told, the default is not
     with pytest.raises(ConfigError) as caught:
         Config.load({"sede": 1})
     error = pickle.loads(pickle.dumps(caught.value))

@@ -141,10 +141,11 @@ def deepspeed() -> Any:
 def is_foreign(raw: Mapping[str, Any], fields: type[Section], also: Iterable[str] = ()) -> bool:
     """Return whether a file may be written for DeepSpeed. also: further paths that must be ours."""
     ours = own_keys(fields).keys() | REMOVED.keys()
-    empty = {path for path, value in leaves(raw).items() if value == {}} & sections_of(fields).keys()
+    sections = {path.rpartition(".")[0] for path in ours}
+    empty = {path for path, value in leaves(raw).items() if value == {}} & sections
     paths = {canonical(path) for path in {*leaves(raw), *also} - empty}
     # An object can be a value too: `tensor_parallel.plan` has keys that no list knows.
-    objects = tuple(f"{path}." for path in ours - {path.rpartition(".")[0] for path in ours})
+    objects = tuple(f"{path}." for path in ours - sections)
     is_own = all(path in ours or path.startswith(objects) for path in paths)
     return not is_own or says_no_own_word(raw, {path for path, _ in items_of(raw)})
 

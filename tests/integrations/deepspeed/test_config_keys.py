@@ -258,7 +258,7 @@ def test_the_dialect_has_no_key_of_ours() -> None:
 def test_the_dialect_is_imported_for_files_that_need_it() -> None:
     files: list[tuple[Any, bool]] = [
         ("zero3", False),
-        ({"train_batch_size": 8, "parallel": {"tensor": 2}, "optimizer": {"type": "Adam"}}, False),
+        ({"train_batch_size": 8, "parallel": {"tensor": 2}, "optimizer": {"type": "Adam", "params": {}}}, False),
         ({"bfloat16": {"enabled": True}, "aio": {"intra_op_parallelism": 2}, "gradient_clipping": "auto"}, False),
         ({"seed": 0, "bf16": {}, "tensor_parallel": {"plan": {"blocks.*": "column"}}}, False),
         ({"zero_optimization": {"stage": 2, "overlap_comm": True}}, True),

@@ -48,9 +48,9 @@ def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, An
     engine.export(folder)
     if is_first:
         names: dict[int, str] = {}
-        tied = {
-            name: names.setdefault(id(value), name) for name, value in engine.module.state_dict(keep_vars=True).items()
-        }
+        values = engine.module.state_dict(keep_vars=True)
+        # Extra states of modules are any objects, also the same None, and are not in the export.
+        tied = {name: names.setdefault(id(one), name) for name, one in values.items() if isinstance(one, torch.Tensor)}
         kept[_TIED] = {name: first for name, first in tied.items() if name != first}
         torch.save(kept, Path(folder) / TRAINER_FILE)
 

@@ -5,7 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import lowtide
+from lowtide.lightning import checkpoints
 from tests.integrations.lightning.modules import closed, fitted, lightning, loader, module, trainer, world_size
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal
@@ -87,6 +90,26 @@ def test_weights_alone_and_one_file_have_the_same_values(tmp_path: Path) -> None
             errors = [torch.nn.functional.mse_loss(alone(x), y) for x, y in loader()]
         found.append(float(sum(errors) / len(errors)))
     assert found == pytest.approx([found[0]] * 7, rel=1e-6)
+
+
+class Noting(nn.Linear):
+    """Has a state that is no tensor."""
+
+    def get_extra_state(self) -> None:
+        """None, the same object for all layers."""
+
+
+@on_ranks(1)
+def test_equal_extra_states_are_no_tied_weights(tmp_path: Path) -> None:
+    model, config = nn.Sequential(Noting(3, 3), Noting(3, 3)), {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with lowtide.initialize(model, config) as engine:
+        checkpoints.save(engine, tmp_path / "weights", {}, is_first=True)
+    assert checkpoints.read_whole(tmp_path / "weights")["state_dict"].keys() == {
+        "0.weight",
+        "0.bias",
+        "1.weight",
+        "1.bias",
+    }
 
 
 @on_ranks(2)

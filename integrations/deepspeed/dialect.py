@@ -1,5 +1,7 @@
 """Translate DeepSpeed's keys in a config file to lowtide's `Config`: the switches below, and `RULES`.
 
+A training imports this module only for a file that may be DeepSpeed's: `is_foreign` of translate.py.
+
 [Note: two defaults] A missing key has the default of docs/config.md, in every file. If DeepSpeed's default differs
 and changes the numbers of a training, a file written for DeepSpeed trains differently here without saying so. So each
 such key gets a note if the file was written for DeepSpeed: if it has a key that only DeepSpeed has, or if it has no

@@ -319,5 +319,10 @@ def test_no_path_is_not_the_working_directory(tmp_path: Path) -> None:
             assert f"ranks 0, 1: {words}" in text or (engine.rank and words in text)
             assert call != engine.save_checkpoint or text.startswith("saving checkpoint 'global_step0' to \"\" failed")
             assert words in refusal(call, "" if engine.rank else "some", kind=CheckpointError)
+        for tag in ("", "latest"):  # no tag that was left out, and no tag of a checkpoint
+            saving, loading = f"saving checkpoint '{tag}' to {tmp_path} ", "looking for "
+            for begin, call in ((saving, engine.save_checkpoint), (loading, engine.load_checkpoint)):
+                text = refusal(call, tmp_path, tag, kind=CheckpointError)
+                assert text.startswith(begin) and "failed on rank 0: tag: expected a folder name" in text
         run_steps(engine, CASE, 0, 1)
     assert list(tmp_path.iterdir()) == []

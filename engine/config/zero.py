@@ -258,9 +258,9 @@ def update_in_backward_faults(config: Any) -> list[Fault]:
         "gradient_clipping": ((0,), "the norm is known after all gradients"),
         "fp16.enabled": ((False,), "an overflow in a later unit skips the whole step; bf16 needs no scaling"),
     }
-    if not zero.layered_gradient_accumulation:  # which reduces each unit once a step
-        # null: not known before the number of ranks. `resolve` asks again.
-        wanted["gradient_accumulation_steps"] = ((1, None), "gradients are complete after the last microbatch")
+    # Layered accumulation reduces each unit once a step. null: `resolve` asks again, when it is known.
+    if not zero.layered_gradient_accumulation and config.gradient_accumulation_steps is not None:
+        wanted["gradient_accumulation_steps"] = ((1,), "gradients are complete after the last microbatch")
     if zero.offload_optimizer.is_used:
         why = {
             "speculative": "it also updates in the backward, and repeats an update after clipping or an overflow",

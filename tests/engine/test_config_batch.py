@@ -178,7 +178,7 @@ def test_a_note_says_both_triples_and_nothing_is_said_without_a_change() -> None
 
 SHARDED: dict[str, Any] = {MICRO: 2, "zero_optimization": {"stage": 3, "shard_size": 3}}
 REPLICAS = "zero_optimization.shard_size: shard_size(3) x replicas(?) = data-parallel ranks(2) does not hold"
-UPDATES = "gradient_accumulation_steps: zero_optimization.update_in_backward needs 1 or null, found 2"
+UPDATES = "gradient_accumulation_steps: zero_optimization.update_in_backward needs 1, found 2"
 STARVED = "pipeline.schedule: schedule dualpipe-v needs 2 microbatches for each rank, at least 4 on 2 ranks, found 2"
 REFUSED = [  # the nearest numbers of ranks that are allowed, and what else forbids these
     ({MICRO: 3}, 4, 5, "4 or 6", ""),

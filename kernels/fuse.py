@@ -25,7 +25,7 @@ from .fusions import COMPILED_FUSIONS, FUSIONS, MEMBERS, Fusion, fusions_of
 
 logger = logging.getLogger("lowtide")
 NOT_FOUND = "the model has no known module of that kind"
-_ORIGIN = "_lowtide_origin"  # attribute of generated classes: their _Origin
+_ORIGIN = "_lowtide_origin"  # attribute of generated classes: see `_origin`
 _PICKLE_PROTOCOL = 2  # the first that stores an object's state apart from its class
 
 
@@ -36,14 +36,6 @@ class Fused:
     name: str  # in the model; "" for the model itself
     class_name: str
     kernel: str  # of `fusions.FUSIONS`
-
-
-@dataclass(frozen=True)
-class _Origin:
-    """Original class and fusions of a generated class."""
-
-    cls: type[nn.Module]
-    fusions: tuple[Fusion, ...]  # empty: cls is not generated
 
 
 def fuse_model(
@@ -91,25 +83,25 @@ def replace_modules(
     seen: set[str] = set()
     # A list, as the loop changes classes while the model is walked.
     for name, module in list(model.named_modules()):
-        origin = _origin(type(module))
+        original, before = _origin(type(module))
         left_out = COMPILED_FUSIONS if id(module) in inside_compiled else ()
         wanted = {key: backends[key] for key in names if key not in left_out}
-        found = fusions_of(module, origin.cls, wanted, always_fuses_loss)
+        found = fusions_of(module, original, wanted, always_fuses_loss)
         seen |= {fusion.kernel for fusion in found}
         # Fusions of an earlier call with different names stay.
-        kept = [fusion for fusion in origin.fusions if fusion.kernel not in names]
+        kept = [fusion for fusion in before if fusion.kernel not in names]
         # Sorted: `_fused_class` caches classes by it, and a second call must find what it made.
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))
-        if not found or after == origin.fusions:
+        if not found or after == before:
             continue
-        exchange(module, _fused_class(_Origin(origin.cls, after)))
-        new = [fusion for fusion in found if fusion not in origin.fusions]
-        fused += [Fused(name, origin.cls.__name__, fusion.kernel) for fusion in new]
+        exchange(module, _fused_class(original, after))
+        new = [fusion for fusion in found if fusion not in before]
+        fused += [Fused(name, original.__name__, fusion.kernel) for fusion in new]
         if any(fusion.kernel == "linear_cross_entropy" for fusion in found):
             heads.append(module.get_submodule("lm_head"))
     for head in heads:
         fusion = Fusion("linear_cross_entropy", "head", "", backends["linear_cross_entropy"])
-        exchange(head, _fused_class(_Origin(_origin(type(head)).cls, (fusion,))))
+        exchange(head, _fused_class(_origin(type(head))[0], (fusion,)))
     return fused, [name for name in names if name not in seen]
 
 
@@ -154,34 +146,35 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _origin(cls: type[nn.Module]) -> _Origin:
+def _origin(cls: type[nn.Module]) -> tuple[type[nn.Module], tuple[Fusion, ...]]:
+    """Return the original class and the fusions of a generated class; a class of others without fusions."""
     # `vars`, not getattr: a user's subclass of a generated class would inherit the attribute, and lose its changes.
-    origin: _Origin = vars(cls).get(_ORIGIN, _Origin(cls, ()))
+    origin: tuple[type[nn.Module], tuple[Fusion, ...]] = vars(cls).get(_ORIGIN, (cls, ()))
     return origin
 
 
 @cache
-def _fused_class(origin: _Origin) -> type[nn.Module]:
+def _fused_class(original: type[nn.Module], fusions: tuple[Fusion, ...]) -> type[nn.Module]:
     """Make a subclass with the original's name: Hugging Face writes and compares names of classes."""
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
-        reduced = origin.cls.__reduce_ex__(self, max(int(protocol), _PICKLE_PROTOCOL))
+        reduced = original.__reduce_ex__(self, max(int(protocol), _PICKLE_PROTOCOL))
         assert isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
-        return _new, (origin,), *reduced[2:]
+        return _new, (original, fusions), *reduced[2:]
 
     members: dict[str, Any] = {
-        "__module__": origin.cls.__module__,
-        "__qualname__": origin.cls.__qualname__,
-        "__doc__": origin.cls.__doc__,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
         "__reduce_ex__": reduce,
-        _ORIGIN: origin,
+        _ORIGIN: (original, fusions),
     }
-    for fusion in origin.fusions:
-        members |= MEMBERS[fusion.form](origin.cls, fusion)
-    return type(origin.cls.__name__, (origin.cls,), members)
+    for fusion in fusions:
+        members |= MEMBERS[fusion.form](original, fusion)
+    return type(original.__name__, (original,), members)
 
 
-def _new(origin: _Origin) -> nn.Module:
+def _new(original: type[nn.Module], fusions: tuple[Fusion, ...]) -> nn.Module:
     """Make an empty module of the fused class, for pickle and deepcopy."""
-    cls = _fused_class(origin)
+    cls = _fused_class(original, fusions)
     return cls.__new__(cls)

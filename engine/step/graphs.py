@@ -102,21 +102,16 @@ class ReplayedSequence(UnitSequence):
 
 
 @dataclass(frozen=True)
-class _State:
-    """The gradients between two microbatches."""
-
-    number: int
-    gradients: Sequence[GradientState]
-
-
-@dataclass(frozen=True)
 class _Graph:
-    """The graph of a microbatch. inputs: its static tensors. loss: (), of the last replay. after: the final state."""
+    """The graph of a microbatch. inputs: its static tensors. loss: (), of the last replay.
+
+    after: number of the final state of the gradients.
+    """
 
     graph: Any
     inputs: Sequence[Tensor]
     loss: Tensor
-    after: _State
+    after: int
 
 
 @dataclass(frozen=True)
@@ -257,7 +252,7 @@ class GraphRunner(ModelRunner):
         """Those that are captured."""
         self._inputs: dict[str, list[Tensor]] = {}  # by shapes
         self._times = Counter[tuple[str, ...]]()  # by the texts of a case
-        self._states = [_State(0, ())]  # the first is that of a new step
+        self._states: list[Sequence[GradientState]] = [()]  # between microbatches; the first is that of a new step
         self._now: int | None = 0  # number of the current state; None: an eager microbatch has left another
         self._seed: Tensor | None = None
         self._said = set[str]()
@@ -375,9 +370,9 @@ class GraphRunner(ModelRunner):
             if inputs:
                 torch._foreach_copy_(list(graph.inputs), inputs)
             graph.graph.replay()
-            for gradient, state in zip(steps.gradients, graph.after.gradients, strict=True):
+            for gradient, state in zip(steps.gradients, self._states[graph.after], strict=True):
                 gradient.restore(state)
-            self._now, self.updates.case = graph.after.number, case
+            self._now, self.updates.case = graph.after, case
             steps.accumulated.losses.append(graph.loss.clone())  # the next replay overwrites it
 
         self._sequence.is_replayed = True
@@ -440,16 +435,16 @@ class GraphRunner(ModelRunner):
         UnitSequence.end_backward(self._sequence)
         return loss.detach()
 
-    def _state(self, steps: Steps, before: Sequence[GradientState]) -> _State:
-        """Return the state after a capture: that before it, if its tensors and facts are the same."""
+    def _state(self, steps: Steps, before: Sequence[GradientState]) -> int:
+        """Return the number of the state after a capture: that before it, if its tensors and facts are the same."""
         after = [gradient.state() for gradient in steps.gradients]
         assert self._now is not None
         # An equal state gives an equal `Case`. So the third microbatch of a step and those after it replay the graph of
         # the second, except the last microbatch.
         if self._now and all(one.is_at(other) for one, other in zip(before, after, strict=True)):
-            return self._states[self._now]
-        self._states.append(_State(len(self._states), after))
-        return self._states[-1]
+            return self._now
+        self._states.append(after)
+        return len(self._states) - 1
 
 
 def _tensors_of(ready: Any) -> list[Tensor]:

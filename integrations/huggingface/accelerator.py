@@ -250,8 +250,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load the states of `save_state`."""
+        """Load the states of `save_state`.
+
+        Raises ValueError unless the script has prepared as many models for lowtide as the script that saved.
+        """
         folder = self._newest_state() if input_dir is None else os.path.expanduser(input_dir)
+        saved = [path.name for path in Path(folder).glob(f"{MODEL_NAME}*") if path.is_dir()]
+        differ = bool(saved) and len(saved) != len(self.engines)
+        if self.engines and self.engines[0].agree(differ):
+            raise ValueError(
+                f"{folder}: expected a state of {len(self.engines)} models, found {len(saved)} "
+                f"({', '.join(sorted(saved))}). Prepare the same models in the same order as the script that saved it"
+            )
         with same_random_state():  # accelerate restores each rank's below
             for tag, engine in self._tags():
                 if engine.optimizer.param_groups:
@@ -264,9 +274,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             super().load_state(folder, load_kwargs, **kwargs)
 
     def _tags(self) -> list[tuple[str, Engine]]:
-        """Return the engines with the tags of their checkpoints: trained engines first, in the order of preparation."""
-        engines = sorted(self.engines, key=lambda engine: not engine.optimizer.param_groups)
-        return [(MODEL_NAME if not index else f"{MODEL_NAME}_{index}", engine) for index, engine in enumerate(engines)]
+        """Return the engines with the tags of their checkpoints, in the order of preparation."""
+        return [
+            (MODEL_NAME if not index else f"{MODEL_NAME}_{index}", engine) for index, engine in enumerate(self.engines)
+        ]
 
     def _newest_state(self) -> str:
         naming = self.project_configuration

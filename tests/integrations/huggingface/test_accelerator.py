@@ -169,9 +169,12 @@ def test_a_teacher_stands_beside_what_is_trained(tmp_path: Path) -> None:
     assert found.full("weight").eq(2).all()
     accelerator.free_memory()
     evaluation = accelerator_of(stage(2))
-    evaluated = evaluation.prepare(nn.Linear(5, 5))
+    evaluated = [evaluation.prepare(nn.Linear(5, 5))]
+    with pytest.raises(ValueError, match=r"expected a state of 1 models, found 2 \(pytorch_model, pytorch_model_1\)"):
+        evaluation.load_state(str(tmp_path))
+    evaluated.append(evaluation.prepare(nn.Linear(5, 5)))
     evaluation.load_state(str(tmp_path))
-    assert evaluated.full("weight").equal(learned)
+    assert evaluated[0].full("weight").eq(2).all() and evaluated[1].full("weight").equal(learned)
 
 
 @on_ranks(2)

@@ -44,7 +44,7 @@ def two_threads_copy() -> None:
         stream = current(device)
         out: Any = torch.empty(3, pin_memory=True).as_subclass(Told)
         out.before = before
-        copies.to_host(values, out).wait()
+        copies.to_host(values, out).synchronize()
         assert current(device) == stream
         return list(out.tolist())
 

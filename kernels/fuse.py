@@ -25,8 +25,10 @@ from .fusions import COMPILED_FUSIONS, FUSIONS, MEMBERS, Fusion, fusions_of
 
 logger = logging.getLogger("lowtide")
 NOT_FOUND = "the model has no known module of that kind"
-_ORIGIN = "_lowtide_origin"  # attribute of generated classes: see `_origin`
+_ORIGIN = "_lowtide_origin"  # attribute of generated classes: its Origin
 _PICKLE_PROTOCOL = 2  # the first that stores an object's state apart from its class
+Origin = tuple[type[nn.Module], tuple[Fusion, ...]]
+"""Original class and fusions of a generated class; a class of others has no fusions."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +96,14 @@ def replace_modules(
         after = tuple(sorted((*found, *kept), key=lambda fusion: FUSIONS.index(fusion.kernel)))
         if not found or after == before:
             continue
-        exchange(module, _fused_class(original, after))
+        exchange(module, _fused_class((original, after)))
         new = [fusion for fusion in found if fusion not in before]
         fused += [Fused(name, original.__name__, fusion.kernel) for fusion in new]
         if any(fusion.kernel == "linear_cross_entropy" for fusion in found):
             heads.append(module.get_submodule("lm_head"))
     for head in heads:
         fusion = Fusion("linear_cross_entropy", "head", "", backends["linear_cross_entropy"])
-        exchange(head, _fused_class(_origin(type(head))[0], (fusion,)))
+        exchange(head, _fused_class((_origin(type(head))[0], (fusion,))))
     return fused, [name for name in names if name not in seen]
 
 
@@ -146,35 +148,35 @@ def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 
-def _origin(cls: type[nn.Module]) -> tuple[type[nn.Module], tuple[Fusion, ...]]:
-    """Return the original class and the fusions of a generated class; a class of others without fusions."""
+def _origin(cls: type[nn.Module]) -> Origin:
     # `vars`, not getattr: a user's subclass of a generated class would inherit the attribute, and lose its changes.
-    origin: tuple[type[nn.Module], tuple[Fusion, ...]] = vars(cls).get(_ORIGIN, (cls, ()))
+    origin: Origin = vars(cls).get(_ORIGIN, (cls, ()))
     return origin
 
 
 @cache
-def _fused_class(original: type[nn.Module], fusions: tuple[Fusion, ...]) -> type[nn.Module]:
+def _fused_class(origin: Origin) -> type[nn.Module]:
     """Make a subclass with the original's name: Hugging Face writes and compares names of classes."""
+    original, fusions = origin
 
     def reduce(self: nn.Module, protocol: Any) -> tuple[Any, ...]:
         reduced = original.__reduce_ex__(self, max(int(protocol), _PICKLE_PROTOCOL))
         assert isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
-        return _new, (original, fusions), *reduced[2:]
+        return _new, (origin,), *reduced[2:]
 
     members: dict[str, Any] = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "__reduce_ex__": reduce,
-        _ORIGIN: (original, fusions),
+        _ORIGIN: origin,
     }
     for fusion in fusions:
         members |= MEMBERS[fusion.form](original, fusion)
     return type(original.__name__, (original,), members)
 
 
-def _new(original: type[nn.Module], fusions: tuple[Fusion, ...]) -> nn.Module:
+def _new(origin: Origin) -> nn.Module:
     """Make an empty module of the fused class, for pickle and deepcopy."""
-    cls = _fused_class(original, fusions)
+    cls = _fused_class(origin)
     return cls.__new__(cls)

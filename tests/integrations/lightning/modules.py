@@ -64,10 +64,11 @@ def module(pl: Any, **how: Any) -> Any:
             self.how = how
             self.automatic_optimization = not how.get("manual")
             self.losses: list[float] = []
-            net = Net()
+            self.net: Any = None
+            if not how.get("configured"):
+                self.net = Net()
             if how.get("tied"):
-                net.layers[1] = net.layers[0]
-            self.net: Any = None if how.get("configured") else net
+                self.net.layers[1] = self.net.layers[0]
 
         def configure_model(self) -> None:
             if self.net is None:

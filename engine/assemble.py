@@ -87,9 +87,7 @@ def assemble(
     # Now, while parameters have their whole shapes: the prediction runs a copy of the module on the meta device.
     prediction = _memory_prediction(blueprint, module, loss_fn, world)
     host = host_update(config, blueprint.offload_plan, world)
-    memories, units, optimizer = _take_memory(blueprint, mesh, shard_store, host)
-    with no_rank_alone(world, "lowtide.initialize"):
-        scheduler = scheduler_for(optimizer, lr_scheduler)  # the caller's code, which may raise on a rank alone
+    memories, units, optimizer, scheduler = _take_memory(blueprint, mesh, shard_store, host, lr_scheduler)
     _fill(module, units, optimizer, mesh, prepared.values, blueprint)
     model_call = _model_call(blueprint, mesh, prepared, loss_fn, rows_per_microbatch)
     _compile(blueprint, prepared.compiled, world)
@@ -138,9 +136,9 @@ def _reserve_store(blueprint: Blueprint, world: World) -> ShardStore | None:
 
 
 def _take_memory(
-    blueprint: Blueprint, mesh: Mesh, shard_store: ShardStore | None, host: HostUpdate | None
-) -> tuple[GroupMemories, list[Unit], ShardedOptimizer]:
-    """Take the memory of parameters, gradients and optimizer states. A collective."""
+    blueprint: Blueprint, mesh: Mesh, shard_store: ShardStore | None, host: HostUpdate | None, lr_scheduler: Any
+) -> tuple[GroupMemories, list[Unit], ShardedOptimizer, Any]:
+    """Take the memory of parameters, gradients and optimizer states, and make the scheduler. A collective."""
     own = blueprint.places[blueprint.place_of(mesh.world.rank)]
     memories = GroupMemories(
         mesh,
@@ -159,7 +157,9 @@ def _take_memory(
     units = memories.units(own, hosts)
     with no_rank_alone(mesh.world, "lowtide.initialize"):
         optimizer = _optimizer(blueprint, mesh.world, units, shard_store, host)
-    return memories, units, optimizer
+        # The caller's code runs here, and may raise on a rank alone.
+        scheduler = scheduler_for(optimizer, lr_scheduler)
+    return memories, units, optimizer, scheduler
 
 
 def _model_call(

@@ -355,8 +355,6 @@ class GroupGradient:
 
     def _reopen(self) -> None:
         """Prepare a final sum for another backward. Over replicas, the first replica keeps the sum alone."""
-        if self.stats.is_outdated:
-            self.count_again()
         self.stats.count_anew()
         self._is_final = False
         replica = self.group.axes.replicas.rank

@@ -189,6 +189,18 @@ def test_a_gradient_that_is_not_finite(stage: int) -> None:
             engine.step()
 
 
+@on_ranks(2)
+def test_a_backward_after_a_gradient_was_put_right() -> None:
+    for stage in (0, 3):
+        with initialize(stage) as engine:
+            engine.backward(engine(*models.vector_batch(0, 2)) * torch.nan)
+            for name, _ in engine.named_parameters():
+                if (gradient := engine.gradient(name)) is not None:
+                    engine.set_gradient(name, torch.ones_like(gradient))
+            backward(engine)
+            assert engine.step().grad_norm.isfinite()
+
+
 def test_a_backward_after_clipping_would_not_be_clipped() -> None:
     with after_backward() as engine:
         engine.clip_grad_norm_(1.0)

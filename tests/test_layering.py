@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     # where tensors lie in files, how many ranks there are, whether a model has blocks
     "huggingface": {"lowtide", *ENGINE, "checkpoint", "comm", "model"},
     "lightning": {"lowtide", *ENGINE, "checkpoint", "watch"},  # it reads its checkpoints without an engine too
-    "ray": {"lowtide", *ENGINE},
+    "ray": {"lowtide", *ENGINE, "checkpoint"},
     "bin": {
         *ENGINE,
         "engine/plan/measuring",
@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "engine": {*ENGINE, "zero", "parallel", "comm", "kernels", "model", "checkpoint", "offload", "watch"},
-    "engine/report": {*ENGINE - {"engine", "engine/report"}, "zero", "comm", "offload", "watch"},
+    "engine/report": {*ENGINE - {"engine", "engine/report"}, "checkpoint", "zero", "comm", "offload", "watch"},
     "engine/plan/measuring": {"engine", "engine/plan", "engine/blueprint", "engine/config", *BELOW_PLANS},
     "engine/plan": {*(f"engine/{room}" for room in ("step", "model", "blueprint", "config")), *BELOW_PLANS},
     "engine/step": {

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ...checkpoint.files import folder_path
 from ...watch.log import logger
 from ..blueprint.footprint import Footprint, MemoryPhase
 from ..step.batch import described, made, of_whole
@@ -55,8 +56,8 @@ class MemoryReport:
     allocator_bytes: int | None = None
 
     def save(self, folder: str | Path) -> Path:
-        """Write folder/memory-rank0.json, which `lowtide report` reads. Raise OSError."""
-        path = Path(folder) / f"memory-rank{self.rank}.json"
+        """Write folder/memory-rank0.json, which `lowtide report` reads. Raise OSError, ValueError for ""."""
+        path = folder_path(folder) / f"memory-rank{self.rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         # A reader never sees half a file: the name comes with the rename.
         part = path.with_name(f"{path.name}.part")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from ...checkpoint.files import folder_path
 from ...offload.store import listen
 from ...watch.log import logger
 from ...watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
@@ -159,8 +160,8 @@ class StepProfile(StepFeature):
         }
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write trace-rankR.json and profile-rankR.json of this rank."""
-        place = Path(folder)
+        """Write trace-rankR.json and profile-rankR.json of this rank. Raise ValueError for ""."""
+        place = folder_path(folder)
         place.mkdir(parents=True, exist_ok=True)
         rank = self._rank
         (place / f"trace-rank{rank}.json").write_text(json.dumps(self.trace()), encoding="utf-8")

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.files import folder_path
 from ..engine.engine import Engine
 
 
@@ -42,7 +43,7 @@ def report(
         raise ValueError(
             "checkpoint.async: expected false with lowtide.ray.report, found true. Ray copies only complete checkpoints"
         )
-    place = Path(folder) if folder is not None else _storage()
+    place = folder_path(folder) if folder is not None else _storage()
     # With the step in its name, a report never writes into a folder that Ray still uploads.
     local = place / f".lowtide-step{engine.global_step}"
     engine.save_checkpoint(local, client_state=client_state)

@@ -269,6 +269,8 @@ def test_the_next_steps_are_profiled_where_they_are_asked_for(tmp_path: Path) ->
         for step in range(3):
             engine.train_step(models.vector_batch(step, 2))
             assert profile.is_done == (step >= 1)
+        for write in (profile.save, engine.memory_report().save):  # "" is not the working directory
+            assert "expected the path of a folder" in refusal(write, "")
         assert profile.table().startswith("profile of 2 steps from step 1 on:\n  compute ")
         with pytest.raises(ValueError, match=r"engine.profile\(\): expected at least 1 step, found 0"):
             engine.profile(0)

@@ -114,14 +114,15 @@ class _Engine:
 
 
 @pytest.mark.parametrize(
-    ("is_async", "kind", "text"),
+    ("is_async", "kind", "folder", "text"),
     [
-        (True, "local", "checkpoint.async: expected false with lowtide.ray.report"),
-        (False, "s3", 'expected a storage_path that is a folder every worker sees, found "s3"'),
+        (True, "local", None, "checkpoint.async: expected false with lowtide.ray.report"),
+        (False, "s3", None, 'expected a storage_path that is a folder every worker sees, found "s3"'),
+        (False, "local", "", "expected the path of a folder"),
     ],
 )
 def test_what_ray_could_not_take_up_is_refused(
-    monkeypatch: pytest.MonkeyPatch, is_async: bool, kind: str, text: str
+    monkeypatch: pytest.MonkeyPatch, is_async: bool, kind: str, folder: str | None, text: str
 ) -> None:
     import ray.train
 
@@ -130,4 +131,4 @@ def test_what_ray_could_not_take_up_is_refused(
     storage = SimpleNamespace(storage_filesystem=SimpleNamespace(type_name=kind), experiment_fs_path="/nowhere")
     monkeypatch.setattr(ray.train, "get_context", lambda: SimpleNamespace(get_storage=lambda: storage))
     with pytest.raises(ValueError, match=re.escape(text)):
-        report(_Engine(is_async), {})  # type: ignore[arg-type]
+        report(_Engine(is_async), {}, folder=folder)  # type: ignore[arg-type]

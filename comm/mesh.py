@@ -215,7 +215,7 @@ class Mesh:
         low, low_squares, high, high_squares = sums.tolist()
         if self.world.size * low_squares == low * low and self.world.size * high_squares == high * high:
             return [value]
-        told = gather_objects((error, value), self._host_group)
+        told = self.world.gather_objects((error, value), self._host_group)
         self.error_broadcast.check_same([one for one, _ in told], _MEETING)
         return [one for _, one in told]
 

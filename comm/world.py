@@ -147,12 +147,15 @@ class World:
         """True under torch's fake process group: shapes and bytes are right, values are meaningless."""
         return self.backend == "fake"
 
-    def gather_objects(self, value: object) -> list[Any]:
-        """Gather a small picklable object from every rank, by rank. For start-up and error paths."""
+    def gather_objects(self, value: object, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Gather a small picklable object from every rank, by rank. For start-up and error paths.
+
+        group: of all ranks; None: the default group.
+        """
         if self.size == 1 or self.is_simulated:
             return [value] * self.size if self.size < 4096 else [value]
-        with self._waiting("an exchange of objects"):
-            return gather_objects(value)
+        with self._waiting("an exchange of objects", group):
+            return gather_objects(value, group)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """Return the object of rank `source` on every rank."""
@@ -219,10 +222,10 @@ class World:
             self.watchdog.start(self.progress, step_timeout_seconds)
 
     @contextmanager
-    def _waiting(self, what: str) -> Iterator[None]:
+    def _waiting(self, what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         started = time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
-        group = dist.group.WORLD
+        group = group or dist.group.WORLD
         _refuse_broken(group)
         self.collective_watchdog.begin(what, others, lambda _: "", waits=True)
         self._begun.count += 1

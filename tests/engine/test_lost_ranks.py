@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import lowtide
-from lowtide.comm import in_flight
+from lowtide.comm import World, in_flight
 from tests.engine.scripts import run_on_two_ranks
 from tests.kit.models import linear_chain
 from tests.kit.ranks import RankError, RankPool, on_ranks
@@ -116,19 +116,27 @@ def test_a_script_that_ends_on_one_rank_is_told_on_the_others(tmp_path: Path) ->
     assert f"{LEFT} make the" in ends[0].err
 
 
-def ask_after_rank_1_has_left() -> str:
-    """The error of rank 0 in what is no step, and is made of the backend's own collectives."""
+def ask_after_rank_1_has_left(values_differ: bool) -> str:
+    """The error of rank 0 in what is no step, and is made of the backend's own collectives.
+
+    values_differ: rank 1 leaves when all ranks have found that their values differ, and are to say them.
+    """
     engine = engine_for(0, "auto")
+    agree = engine._mesh.gather_values
     if dist.get_rank() == 0:
-        return error_of(engine.save_checkpoint, "nowhere")
+        return error_of(agree, 0) if values_differ else error_of(engine.save_checkpoint, "nowhere")
+    if values_differ:
+        with mock.patch.object(World, "gather_objects", side_effect=RuntimeError("rank 1 leaves")):
+            assert "rank 1 leaves" in error_of(agree, 1)
     engine.close()
     return ""
 
 
-def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool) -> None:
-    text = ranks(2, ask_after_rank_1_has_left, process_group=False)[0]
+@pytest.mark.parametrize("values_differ", [False, True])
+def test_a_rank_that_left_is_an_error_outside_of_steps_too(ranks: RankPool, values_differ: bool) -> None:
+    text = ranks(2, ask_after_rank_1_has_left, values_differ, process_group=False)[0]
     assert text.startswith("CollectiveError: rank 0 in a") and "no answer from rank 1 after" in text
-    assert text.endswith("All ranks must call engine.save_checkpoint().")
+    assert values_differ or text.endswith("All ranks must call engine.save_checkpoint().")
 
 
 @on_ranks(2)

@@ -51,6 +51,7 @@ class Sweeps:
         self._identity = identity
         self._say = say
         self._sweeps: list[tuple[str, Client, float, float]] = []  # host, and seconds and end of its time
+        self._answers: dict[str, str] = {}  # by host, of those that have answered
 
     def begin(self, index: int, host: str, was_silent: bool) -> None:
         """Start to look on a host, without waiting."""
@@ -59,7 +60,7 @@ class Sweeps:
             return
         seconds = _SILENT_SECONDS if was_silent else _SECONDS
         try:
-            client = Client(self._loop, host, command, lambda _, line: None, is_link=False)
+            client = Client(self._loop, host, command, self._hold, is_link=False)
         except OSError as error:
             self._report_failure(host, str(error))
             return
@@ -77,12 +78,17 @@ class Sweeps:
             else:
                 how = client.epitaph()  # reads the rest of its output
             client.close()
-            answer = next((line for line in client.last_lines if line.startswith(MAGIC)), None)
+            answer = self._answers.pop(host, None)
             if answer is None:
                 self._report_failure(host, how)
-            elif met := answer.removeprefix(MAGIC).strip():
-                self._say(f"{host}: killed what the job had left there: {met}")
+            elif answer:
+                self._say(f"{host}: killed what the job had left there: {answer}")
         self._sweeps.clear()
+
+    def _hold(self, host: str, line: str) -> None:
+        # Of all lines, as they come: a remote shell may print more than a client keeps.
+        if line.startswith(MAGIC):
+            self._answers[host] = line.removeprefix(MAGIC).strip()
 
     def _report_failure(self, host: str, how: str) -> None:
         self._say(

@@ -99,7 +99,11 @@ PYTHON = os.path.basename(sys.executable)
     ("commands", "told"),
     [
         (
-            [prints(f"good morning\n{orphans.MAGIC} sleep (process 7)"), prints(f"hello\n{orphans.MAGIC} "), None],
+            [
+                prints(f"good morning\n{orphans.MAGIC} sleep (process 7)" + "\nbye" * 30),
+                prints(f"hello\n{orphans.MAGIC} "),
+                None,
+            ],
             ["h0: killed what the job had left there: sleep (process 7)"],
         ),
         (

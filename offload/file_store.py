@@ -169,8 +169,8 @@ class FileStore:
                 self._threads.submit(self._do_block, entry, request, verb, index)
             except RuntimeError as error:  # a callback's error would be lost, and `wait` would wait forever
                 failure = OffloadError(
-                    f"{self._place()} expected to {verb} '{entry.key}' before the main thread ends, found {error}; let "
-                    "the main thread wait for the training"
+                    f"{self._place()} expected a thread to {verb} '{entry.key}', found {error}; let the main thread "
+                    "wait for the training, and let this user start more threads (`ulimit -u`)"
                 )
                 failure.__cause__ = error
                 self._end_block(entry, request, verb, failure)

@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -146,10 +147,22 @@ def test_a_transfer_that_no_thread_takes_is_an_error(store: FileStore, monkeypat
         for verb in ("load", "save"):
             transfer = getattr(store, verb)("key", some_bytes(BLOCK + 1))
             assert transfer.is_done and error_of(transfer.wait) == (
-                f"{store.path}: rank 3 expected to {verb} 'key' before the main thread ends, found {ended}; let the "
-                "main thread wait for the training"
+                f"{store.path}: rank 3 expected a thread to {verb} 'key', found {ended}; let the main thread wait for "
+                "the training, and let this user start more threads (`ulimit -u`)"
             )
     assert "because saving it failed" in error_of(loaded, store, "key", BLOCK + 1)
+
+
+def test_a_thread_that_the_system_refuses_is_an_error(store: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks stay in the pool's queue: later threads pass over them."""
+    refused = RuntimeError("can't start new thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=refused))
+        transfer = store.save("key", some_bytes(3 * BLOCK))
+        assert transfer.is_done
+        assert f"rank 3 expected a thread to save 'key', found {refused}; let" in error_of(transfer.wait)
+    save(store, "key", some_bytes(3 * BLOCK))
+    assert torch.equal(loaded(store, "key", 3 * BLOCK), some_bytes(3 * BLOCK))
 
 
 @pytest.fixture

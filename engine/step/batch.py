@@ -119,11 +119,15 @@ def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         mismatch = _mismatch(module, [*args, *kwargs.values()]) if _SPEAKS_OF_DTYPES.search(str(error)) else None
         if mismatch is not None:
             weight, tensor = mismatch
+            dtype = getattr(module, weight).dtype
+            if tensor.is_floating_point():
+                advice = f"no values that the model makes: cast these before the layer, for example x.to({dtype})"
+            else:
+                advice = "no integers, since these may be indices: pass values as floats, for example x.float()"
             raise ValueError(
-                f"batch: expected {getattr(module, weight).dtype} for {name} ({type(module).__name__}), the dtype of "
-                f"its {weight}, found {tensor.dtype} of shape {tuple(tensor.shape)}. The engine casts floating-point "
-                "tensors of a batch (auto_cast), but no integers, since these may be indices: pass values as floats, "
-                "for example x.float(). torch says: " + str(error).splitlines()[0]
+                f"batch: expected {dtype} for {name} ({type(module).__name__}), the dtype of its {weight}, found "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}. The engine casts floating-point tensors of a batch "
+                f"(auto_cast), but {advice}. torch says: " + str(error).splitlines()[0]
             ) from error
         described = type(module).__name__ if any(module.children()) else str(module)
         given = [*map(_brief, args), *(f"{key}={_brief(value)}" for key, value in kwargs.items())]

@@ -45,6 +45,12 @@ class ReadElsewhere(Net):
         return loss
 
 
+class Widened(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.blocks[0](x).float()).sum()
+        return loss
+
+
 def frozen() -> nn.Module:
     return Net().requires_grad_(False)
 
@@ -162,6 +168,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "integers in a call": (
         lambda: step_on_integers("fp16", True),
         "ValueError: batch: expected torch.float16 for 'blocks.0' (Linear), the dtype of its weight, found torch.uint8",
+    ),
+    "floats of another dtype within the model": (
+        lambda: step_on(2, Widened(), bf16={"enabled": True}),
+        "ValueError: batch: expected torch.bfloat16 for 'head' (Linear), the dtype of its weight, found "
+        "torch.float32 of shape (2, 4). The engine casts floating-point tensors of a batch (auto_cast), but no values "
+        "that the model makes: cast these before the layer, for example x.to(torch.bfloat16). torch says: mat1 and",
     ),
     "wrong width": (
         lambda: initialize().train_step((torch.randn(2, 5),)),

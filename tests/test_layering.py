@@ -100,7 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch/agent": {"launch/wire", "launch/hosts", "watch"},
     "launch/wire": {"launch/hosts", "watch"},
     "launch/allocation": {"launch/hosts"},
-    "launch/hosts": {"watch"},
+    "launch/hosts": {"configs", "watch"},  # comments in JSON
     "watch": set(),
 }
 # (importing module, imported module) of imports against the order: one line of a function each, for files that need it.

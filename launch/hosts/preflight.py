@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...configs.comments import without_comments
 from .facts import PACKAGES, CheckRequest, CheckResult
 from .host import HostReport
 from .names import folded
@@ -118,7 +119,8 @@ def folders_of_config(arguments: Sequence[str], folder: Path) -> tuple[str, ...]
         try:
             if path.stat().st_size > _CONFIG_BYTES:
                 continue
-            config = json.loads(path.read_text(encoding="utf-8"))
+            # As the ranks read it: with comments, or a byte order mark.
+            config = json.loads(without_comments(path.read_text(encoding="utf-8-sig")))
         except (OSError, ValueError, RecursionError):
             continue
         found |= dict.fromkeys(_nvme_paths(config))

@@ -263,7 +263,12 @@ def test_the_folders_of_a_config_among_the_arguments_are_found(tmp_path: Path) -
         "more": [{"device": "nvme", "nvme_path": "/nvme/b"}, {"device": "nvme", "nvme_path": 7}],
     }
     large = config | {"text": "x" * (1 << 20)}
-    texts = {"train": json.dumps(config), "again": json.dumps(config), "broken": "{", "large": json.dumps(large)}
+    texts = {
+        "train": f"\ufeff// the job\n{json.dumps(config)}",
+        "again": json.dumps(config),
+        "broken": "{",
+        "large": json.dumps(large),
+    }
     for name, text in texts.items():
         (tmp_path / f"{name}.json").write_text(text)
     arguments = ["--lr", "1", "broken.json", "missing.json", "large.json"]

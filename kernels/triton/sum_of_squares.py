@@ -34,7 +34,8 @@ def _squares_of_rows(x):
     return tl.sum(y * y, axis=1).to(tl.float64) * (power * power)
 
 
-@triton.jit
+# Else Triton would compile again for values that are 1 or multiples of 16.
+@triton.jit(do_not_specialize=["n_blocks"])
 def _squares_kernel(
     X_ptr, S_ptr, FLAG_ptr, n_blocks,
     BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
@@ -85,7 +86,6 @@ def _sum_whole_blocks(
     )  # fmt: skip
 
 
-# Else Triton would compile again for values that are 1 or multiples of 16.
 @triton.jit(do_not_specialize=["n", "row", "flag"])
 def _limbs_kernel(X_ptr, SUMS_ptr, n, row, flag, TILE: tl.constexpr):
     """SUMS[row:] += finite x, in units of 2^-1152, with 32 bits per limb;  SUMS[flag] = 1 if an x is inf or nan."""

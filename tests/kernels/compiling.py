@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ class Compiled:
     spilled_bytes: int  # a thread
     widest_load_bytes: int  # a thread and instruction
     must_be_vectorized: bool
+    scalars: str  # how the kernel is made for its numbers
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Code:
     registers: int
     spilled_bytes: int
     widest_load_bytes: int
+    scalars: str = ""
 
 
 def launch_names() -> list[str]:
@@ -79,15 +81,19 @@ def compile_launch(launch: Any, target: str) -> Code:
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    scalars: list[str] = []
     for index, param in enumerate(launch.kernel.params):
         value = launch.args.get(param.name, param.default)
         # As a call does: None and 1 become constants, and what is a multiple of 16 is known to be.
-        if param.is_constexpr or value is None or (type(value) is int and value == 1):
+        is_special = type(value) is int and not param.do_not_specialize
+        if param.is_constexpr or value is None or (is_special and value == 1):
             signature[param.name], constants[param.name] = "constexpr", value
             continue
         signature[param.name] = type_of(value)
-        if isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0):
+        if isinstance(value, torch.Tensor) or (is_special and value % 16 == 0):
             attributes[(index,)] = [["tt.divisibility", 16]]
+        if not isinstance(value, torch.Tensor):
+            scalars.append(f"{param.name}: {signature[param.name]} {attributes.get((index,), '')}")
     source = ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {
         "num_warps": launch.num_warps,
@@ -95,7 +101,8 @@ def compile_launch(launch: Any, target: str) -> Code:
         "enable_fp_fusion": launch.enable_fp_fusion,
     }
     compiled = triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
-    return code_of_cuda(compiled.asm) if target.startswith("sm_") else code_of_amd(compiled.asm["amdgcn"])
+    code = code_of_cuda(compiled.asm) if target.startswith("sm_") else code_of_amd(compiled.asm["amdgcn"])
+    return replace(code, scalars=", ".join(scalars))
 
 
 def code_of_cuda(asm: Any) -> Code:
@@ -160,6 +167,7 @@ def compile_all(names: list[str]) -> None:
                         code.spilled_bytes,
                         code.widest_load_bytes,
                         case not in loose,
+                        code.scalars,
                     )
                     print(json.dumps(asdict(compiled)), flush=True)
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -98,6 +99,19 @@ def test_a_wrong_kernel_is_found(
         error = re.search(found, out)
         assert error is not None and float(error[1]) > 1.0
     assert "0 comparisons with float64 are right, 1 are not" in out
+
+
+def test_an_error_of_the_timing_does_not_hide_a_wrong_kernel(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong = with_form(script, "swiglu", "lowtide", lambda inputs: {"y": inputs["gate"] + inputs["up"]})
+    monkeypatch.setitem(script.CASES, "swiglu", dataclasses.replace(wrong, sizes=((5, 123),)))
+    monkeypatch.setattr(script, "Clock", lambda: Mock(**{"copy_bandwidth.return_value": 1.0}))
+    monkeypatch.setattr(script, "forms_of", Mock(side_effect=ZeroDivisionError("no clock")))
+    options = script.parse_arguments(["--kernels", "swiglu", "--dtypes", "float32"])
+    (check,) = script.run_all(options, Mock()).checks
+    assert check.failure.startswith("errors over what is allowed, expected at most 1: y ")
+    assert check.failure.endswith(", ZeroDivisionError: no clock")
 
 
 class _OneByOne(torch.autograd.Function):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -400,11 +400,11 @@ def _make_whole(engine: Engine) -> None:
     """Replace the module's sharded parameters by full copies, and close the engine."""
     module = engine.module
     with engine.gathered(), torch.no_grad():
-        made = {id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in module.parameters()}
-    # `close` works on the sharded parameters, so the full copies replace them after it.
-    with ExitStack() as after:
-        for part in module.modules():
-            for name, param in part._parameters.items():
-                if param is not None:
-                    after.callback(part._parameters.__setitem__, name, made[id(param)])
-        engine.close()
+        made = {id(p): nn.Parameter(p.detach().clone(), requires_grad=False) for p in module.parameters()}
+    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+    sharded = [parameters[name] for parameters, name in places]
+    # `close` works on the sharded parameters and unfreezes those of an evaluation, so the copies come after it.
+    engine.close()
+    for (parameters, name), param in zip(places, sharded, strict=True):
+        if param is not None:
+            parameters[name] = made[id(param)].requires_grad_(param.requires_grad)

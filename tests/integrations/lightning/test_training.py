@@ -128,10 +128,11 @@ def with_averages(strategy: str) -> list[float]:
 
 
 def by_several_trainers(strategy: str) -> list[float]:
-    """Fits of a module, by a Trainer twice and by another one, and an evaluation by a third between them."""
+    """An evaluation of a module, fits by a Trainer twice, an evaluation by another one, and a fit by a third."""
     pl = lightning()
     made = module(pl)
     first, second, third = (trainer(pl, strategy) for _ in range(3))
+    first.validate(made, loader(), verbose=False)
     first.fit(made, loader(), loader())
     first.fit_loop.epoch_progress.reset()
     first.fit_loop.max_epochs = 1

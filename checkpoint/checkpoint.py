@@ -160,8 +160,8 @@ def _check_place(row: Row, info: TensorInfo | None, file_nbytes: int, rank: int)
     if not (row.offset <= row.values_offset and values_end <= end <= file_nbytes and nbytes <= MAX_VALUES_BYTES):
         raise ValueError(
             f"the index of rank {rank} says that {nbytes} bytes of {shortened(row.name)} are at {row.values_offset}, "
-            f"in an archive from {row.offset} to {end}, in a file of {file_nbytes} bytes; a box has at most "
-            f"{MAX_VALUES_BYTES} bytes, and lies in its archive"
+            f"in an archive from {row.offset} to {end}, in a file of {file_nbytes} bytes; expected at most "
+            f"{MAX_VALUES_BYTES} bytes for a chunk, within its archive"
         )
 
 
@@ -169,7 +169,7 @@ def _check_elements(name: str, info: TensorInfo, rows: Sequence[tuple[int, Row]]
     for rank, row in rows:
         if not row.chunk.lies_in(info.shape):
             raise ValueError(
-                f"the index of rank {rank} has a box of {shortened(name)} at {row.chunk.offsets} of sizes "
+                f"the index of rank {rank} has a chunk of {shortened(name)} at {row.chunk.offsets} of sizes "
                 f"{row.chunk.sizes}, which is no part of its shape {info.shape}"
             )
     chunks = [row.chunk for _, row in rows]
@@ -196,15 +196,15 @@ def _gap_between_chunks(chunks: Sequence[TensorChunk], shape: tuple[int, ...]) -
 
     No two chunks share an element, and together they have as many elements as the tensor.
     """
-    open_boxes: list[TensorChunk] = []  # chunks that extend to the first row of the current chunk
+    open_chunks: list[TensorChunk] = []  # chunks that extend to the first row of the current chunk
     for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
         # A chunk of a scalar is a range, so each chunk here has a first dimension.
-        open_boxes = [other for other in open_boxes if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
-        for other in open_boxes:
+        open_chunks = [other for other in open_chunks if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in open_chunks:
             common = chunk.common(other)
             if common is not None:
                 return f"element {common.start_in(shape)} in two rows"
-        open_boxes.append(chunk)
+        open_chunks.append(chunk)
     # The chunks lie in the tensor and share no element, so a count of their elements shows a gap.
     covered, numel = sum(chunk.numel for chunk in chunks), math.prod(shape)
     return None if covered == numel else f"{covered} of its {numel} elements in rows"

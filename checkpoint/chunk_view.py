@@ -30,7 +30,7 @@ class ChunkView:
     shape: tuple[int, ...]  # of the whole tensor
     start: int
     memory: Memory  # if a tensor: (numel,) contiguous, any dtype and device
-    part_of_whole: TensorChunk | None = None  # None: the box is the whole tensor
+    part_of_whole: TensorChunk | None = None  # None: the chunk is the whole tensor
 
     @property
     def chunk(self) -> TensorChunk:
@@ -131,7 +131,7 @@ def whole_values(source: TensorSource) -> dict[str, Tensor]:
     return found
 
 
-# -- a range as boxes: integers only ----------------------------------------------------------------------------------
+# -- a range as chunks: integers only ---------------------------------------------------------------------------------
 
 
 def chunks_of_range(shape: tuple[int, ...], start: int, end: int, max_numel: int) -> list[TensorChunk]:

@@ -47,7 +47,7 @@ class ParameterSplit:
     """Each rank's part of a parameter."""
 
     tensor_shards: tuple[TensorShard, ...]  # by rank of the axis
-    is_partial: bool = False  # gradients are summed over the ranks with the same portion
+    is_partial: bool = False  # gradients are summed over the ranks with the same part
 
     @classmethod
     def partial(cls, param: nn.Parameter, degree: int) -> ParameterSplit:
@@ -55,7 +55,7 @@ class ParameterSplit:
         return cls((TensorShard.all_of(tuple(param.shape)),) * degree, is_partial=True)
 
     def copies(self, place: int) -> tuple[int, ...]:
-        """Return the ranks of the axis with the same portion as rank `place`."""
+        """Return the ranks of the axis with the same part as rank `place`."""
         return self._copies[place]
 
     @cached_property

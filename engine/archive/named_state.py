@@ -234,24 +234,24 @@ def chunk_views_of(
         ChunkView(
             param_view.name + suffix,
             param_view.tensor_shard.whole,
-            offset_in_box,
+            offset_in_chunk,
             part_of(memory, start - param_shard.offset_in_param, end - param_shard.offset_in_param),
             None if param_view.tensor_shard.is_all else chunk,
         )
-        for chunk, offset_in_box, start, end in ranges_of(
+        for chunk, offset_in_chunk, start, end in ranges_of(
             param_view.tensor_shard, first, param_shard.offset_in_param + high
         )
     ]
 
 
-# -- portions: between a whole tensor and the part in the memory of a rank --------------------------------------------
+# -- between a whole tensor and the part in the memory of a rank -----------------------------------------------------
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
 def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
-    """Return the whole tensor on each rank of an axis, from the portions of these ranks. A collective.
+    """Return the whole tensor on each rank of an axis, from the parts of these ranks. A collective.
 
     is_counted: False if another rank gives the same values.
     """
@@ -262,9 +262,9 @@ def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tenso
 
 
 def ranges_of(tensor_shard: TensorShard, start: int, end: int) -> Iterator[tuple[TensorChunk, int, int, int]]:
-    """Yield the contiguous ranges of elements [start, end) of a flattened portion, in order within each box.
+    """Yield the contiguous ranges of elements [start, end) of a flattened part of a tensor, in order within each chunk.
 
-    Each is (box of the whole tensor, offset in the flattened box, start, end in the flattened portion).
+    Each is (chunk of the whole tensor, offset in the flattened chunk, start, end in the flattened part).
     """
     for chunk, own in tensor_shard.chunks:
         offset = 0

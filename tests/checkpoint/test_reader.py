@@ -20,7 +20,7 @@ from lowtide.offload import StoredRange
 from tests.checkpoint.making import read_all, write
 from tests.kit.training import differences, refusal
 
-BIG = 3 << 20  # elements of float32: several boxes
+BIG = 3 << 20  # elements of float32: several chunks
 
 
 def tensors() -> dict[str, Tensor]:
@@ -62,7 +62,7 @@ BOTH_WAYS = pytest.mark.parametrize("shared", [True, False])
 def test_any_range_comes_back_whoever_wrote_its_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shared: bool
 ) -> None:
-    monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 64)  # many boxes in small tensors
+    monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 64)  # many chunks in small tensors
     draw = random.Random(world_size)
     values = tensors()
     source = write(tmp_path, values, "a", random_pieces(values, world_size)).open().weights
@@ -78,7 +78,7 @@ def test_any_range_comes_back_whoever_wrote_its_parts(
             assert torch.equal(one.values, value.reshape(-1)[one.start : one.end])
 
 
-def test_only_the_boxes_of_a_range_are_read(tmp_path: Path) -> None:
+def test_only_the_chunks_of_a_range_are_read(tmp_path: Path) -> None:
     value = torch.randn(BIG)
     source = write(tmp_path, {"w": value}).open().weights
     memory = torch.empty(100)
@@ -111,7 +111,7 @@ def test_values_in_a_store_are_filled_in_the_order_in_which_they_are_asked_for(t
 
 @pytest.mark.usefixtures("cold")
 @BOTH_WAYS
-def test_a_box_may_be_for_several_fragments_of_several_dtypes(tmp_path: Path, shared: bool) -> None:
+def test_a_chunk_may_be_for_several_views_of_several_dtypes(tmp_path: Path, shared: bool) -> None:
     value = torch.randn(BIG)
     source = write(tmp_path, {"w": value}).open().weights
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
@@ -121,7 +121,7 @@ def test_a_box_may_be_for_several_fragments_of_several_dtypes(tmp_path: Path, sh
 
 
 @pytest.mark.usefixtures("cold")
-def test_small_boxes_are_read_together_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_chunks_are_read_together_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {f"w{index}": torch.randn(100 + index) for index in range(300)}
     source = write(tmp_path, values, world_size=1).open().weights
     memories = {name: torch.empty(len(value)) for name, value in values.items()}

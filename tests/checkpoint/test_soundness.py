@@ -73,7 +73,7 @@ def without_row(number: int) -> Callable[[Any], None]:
 
 
 ONCE = "expected each element of 'model.w' once, found element"
-BOX, NO_PART = "the index of rank 0 has a box of 'model.w' at", "which is no part of its shape"
+CHUNK, NO_PART = "the index of rank 0 has a chunk of 'model.w' at", "which is no part of its shape"
 PLACE = "the index of rank 0 says that 20 bytes of 'model.w' are at"
 FOREIGN = r"an index has rows of 'model.x\x1b', which the description does not name"
 INDEXES: dict[str, tuple[Callable[[Any], None], str]] = {
@@ -83,8 +83,8 @@ INDEXES: dict[str, tuple[Callable[[Any], None], str]] = {
     "cut end": (without_row(-1), f"{ONCE} 15 in none"),
     # Two by two elements in place of a row of five: the second row has two of them as well.
     "square": (in_row(0, sizes=[2, 2]), f"{ONCE} 5 in two rows"),
-    "outside": (in_row(-1, offsets=[9, 0]), f"{BOX} (9, 0) of sizes (1, 5), {NO_PART}"),
-    "flat": (in_row(0, offsets=[0], sizes=[5]), f"{BOX} (0,) of sizes (5,), {NO_PART}"),
+    "outside": (in_row(-1, offsets=[9, 0]), f"{CHUNK} (9, 0) of sizes (1, 5), {NO_PART}"),
+    "flat": (in_row(0, offsets=[0], sizes=[5]), f"{CHUNK} (0,) of sizes (5,), {NO_PART}"),
     "foreign": (in_row(0, name="model.x\x1b"), FOREIGN),
     "beyond file": (
         in_row(0, archive=1 << 40, nbytes=500, values=(1 << 40) + 100),

@@ -1,4 +1,4 @@
-"""What a rank has of a tensor is a range of any box of it: columns, rows, experts. Whoever wrote it, it comes back."""
+"""A rank has a range of any chunk of a tensor: columns, rows, experts. Every split reads what any other has written."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ NO_LIMIT = 1 << 62
 
 
 def elements_of(chunk: TensorChunk, shape: tuple[int, ...]) -> list[int]:
-    """The places of a box's elements in the flattened tensor, by torch."""
+    """The places of a chunk's elements in the flattened tensor, by torch."""
     found: list[int] = torch.arange(math.prod(shape)).view(shape)[chunk.index].reshape(-1).tolist()
     return found
 
@@ -40,7 +40,7 @@ def random_ranges(count: int) -> Iterator[tuple[tuple[int, ...], int, int]]:
 
 
 @pytest.mark.parametrize("max_numel", [1, 3, 16, NO_LIMIT])
-def test_boxes_cover_a_range_exactly_in_order_and_in_one_stretch_each(max_numel: int) -> None:
+def test_chunks_cover_a_range_in_order_and_each_is_contiguous(max_numel: int) -> None:
     for shape, start, end in random_ranges(150):
         covered = []
         for chunk in chunks_of_range(shape, start, end, max_numel):
@@ -51,13 +51,13 @@ def test_boxes_cover_a_range_exactly_in_order_and_in_one_stretch_each(max_numel:
         assert covered == list(range(start, end)), (shape, start, end)
 
 
-def test_boxes_are_few() -> None:
+def test_chunks_are_few() -> None:
     for shape, start, end in random_ranges(500):
         count = len(chunks_of_range(shape, start, end, NO_LIMIT))
         assert count <= max(1, 2 * len(shape) - 1), (shape, start, end)
     for num_dims in range(1, 6):  # so many are really needed: all but the first and the last element
         assert len(chunks_of_range((3,) * num_dims, 1, 3**num_dims - 1, NO_LIMIT)) == 2 * num_dims - 1
-    # Large boxes are cut along their first long dimension.
+    # Large chunks are cut along their first long dimension.
     assert chunks_of_range((1, 6, 4), 0, 24, 8) == [TensorChunk((0, row, 0), (1, 2, 4)) for row in (0, 2, 4)]
     assert chunks_of_range((2, 10), 0, 20, 4) == [
         TensorChunk((row, column), (1, size)) for row in (0, 1) for column, size in ((0, 4), (4, 4), (8, 2))
@@ -74,18 +74,18 @@ CUTS: dict[str, tuple[Sequence[int], ...]] = {  # where each dimension is cut
 }
 
 
-def boxes_at(cuts: Sequence[Sequence[int]]) -> list[TensorChunk]:
-    """The boxes that the cuts divide a tensor of SHAPE into."""
+def chunks_at(cuts: Sequence[Sequence[int]]) -> list[TensorChunk]:
+    """The chunks that the cuts divide a tensor of SHAPE into."""
     sides = []
     for size, places in zip(SHAPE, cuts, strict=True):
         edges = (0, *places, size)
         sides.append([(low, high - low) for low, high in itertools.pairwise(edges)])
-    return [TensorChunk(*map(tuple, zip(*sides_of_box, strict=True))) for sides_of_box in itertools.product(*sides)]
+    return [TensorChunk(*map(tuple, zip(*sides_of_chunk, strict=True))) for sides_of_chunk in itertools.product(*sides)]
 
 
 def shards(cuts: Sequence[Sequence[int]], value: Tensor, count: int) -> Iterator[ChunkView]:
-    """Ranges of the boxes, as ranks that share each of them have it: copies of its values."""
-    for chunk in boxes_at(cuts):
+    """Ranges of the chunks, as ranks that share each of them have it: copies of its values."""
+    for chunk in chunks_at(cuts):
         flat = value[chunk.index].flatten().contiguous()
         edges = [flat.numel() * part // count for part in range(count + 1)]
         for low, high in itertools.pairwise(edges):
@@ -94,7 +94,7 @@ def shards(cuts: Sequence[Sequence[int]], value: Tensor, count: int) -> Iterator
 
 @pytest.mark.parametrize("written", CUTS)
 def test_every_split_reads_every_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
-    monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 32)  # many boxes in a small tensor
+    monkeypatch.setattr(writer, "MAX_VALUES_BYTES", 32)  # many chunks in a small tensor
     value = torch.randn(SHAPE)
     target = CheckpointFolder(tmp_path)
     saving = target.begin("a")
@@ -131,8 +131,8 @@ def test_splits_are_written_to_and_read_from_safetensors(tmp_path: Path) -> None
                 assert torch.equal(found.values, one.values), (name, one.chunk)
 
 
-def test_stretches_are_the_elements_of_a_box_and_as_few_as_can_be() -> None:
-    for chunk in (chunk for cuts in CUTS.values() for chunk in boxes_at(cuts)):
+def test_flat_ranges_are_the_elements_of_a_chunk_and_as_few_as_can_be() -> None:
+    for chunk in (chunk for cuts in CUTS.values() for chunk in chunks_at(cuts)):
         found = list(flat_ranges_of(chunk, SHAPE))
         assert [number for low, high in found for number in range(low, high)] == elements_of(chunk, SHAPE)
         assert all(high < low for (_, high), (low, _) in itertools.pairwise(found))

@@ -36,8 +36,8 @@ def simulated_microbatches(num_ranks: int, num_microbatches: int) -> int:
     return min(num_microbatches, _SIMULATED_PER_RANK * num_ranks)
 
 
-def recurrence_of(schedule: Schedule) -> FastSimulation:
-    """Return the recurrence of a schedule as its ranks run it, with I and W merged if nothing runs between them."""
+def fast_simulation_of(schedule: Schedule) -> FastSimulation:
+    """Prepare the simulation of a schedule as its ranks run it, with I and W merged if nothing runs between them."""
     if schedule.has_any(Op.I):
         costs = Costs.uniform(schedule.num_stages)
         starts = FastSimulation(schedule).starts(costs)
@@ -50,26 +50,26 @@ def recurrence_of(schedule: Schedule) -> FastSimulation:
 class ScheduleRun:
     """A simulated schedule of `num_microbatches`, of which the first ones are simulated."""
 
-    recurrence: FastSimulation
+    simulation: FastSimulation
     costs: Costs
     makespan: float  # of the simulated microbatches
     busy: tuple[float, ...]  # compute time of each rank in them
     num_microbatches: int
 
     @classmethod
-    def of(cls, recurrence: FastSimulation, costs: Costs, num_microbatches: int) -> ScheduleRun:
-        return cls(recurrence, costs, *recurrence.outcome(costs), num_microbatches)
+    def of(cls, simulation: FastSimulation, costs: Costs, num_microbatches: int) -> ScheduleRun:
+        return cls(simulation, costs, *simulation.outcome(costs), num_microbatches)
 
     @property
     def work_seconds(self) -> float:
         """Seconds that the busiest rank computes."""
         # busy / s is the work of a microbatch; m of them.
-        return max(self.busy) / self.recurrence.num_microbatches * self.num_microbatches
+        return max(self.busy) / self.simulation.num_microbatches * self.num_microbatches
 
     def exchanging(self, stages: Stages) -> float:
         """Return seconds of `work_seconds` in which the rank waits for those that share its layers or sequences."""
         busiest = max(range(len(self.busy)), key=self.busy.__getitem__)
-        return self.num_microbatches * sum(map(stages.exchanging, self.recurrence.stages[busiest]))
+        return self.num_microbatches * sum(map(stages.exchanging, self.simulation.stages[busiest]))
 
     def collecting(self, collect: Sequence[float], half: Sequence[float]) -> float:
         """Return the seconds that reductions after each backward but the last add to a step.
@@ -79,25 +79,25 @@ class ScheduleRun:
         """
         if not any(collect):
             return 0.0
-        makespan, _ = self.recurrence.outcome(replace(self.costs, collect=tuple(collect), collect_half=tuple(half)))
-        simulated = self.recurrence.num_microbatches
+        makespan, _ = self.simulation.outcome(replace(self.costs, collect=tuple(collect), collect_half=tuple(half)))
+        simulated = self.simulation.num_microbatches
         each = [busy / simulated for busy in self.busy]
         longer = [
             busy + sum(collect[stage] for stage in stages)
-            for busy, stages in zip(each, self.recurrence.stages, strict=True)
+            for busy, stages in zip(each, self.simulation.stages, strict=True)
         ]
         num_more = self.num_microbatches - simulated
         return makespan - self.makespan + num_more * (max(longer) - max(each))
 
     def ends(self, place: int) -> list[int]:
         """Return the stages whose outputs and gradients this place exchanges with another place."""
-        stages, crosses = self.recurrence.stages[place], self.recurrence.crosses
+        stages, crosses = self.simulation.stages[place], self.simulation.crosses
         before = [stage - 1 for stage in stages if stage and crosses[stage - 1]]
         return [stage for stage in stages if crosses[stage]] + before
 
     @property
     def seconds(self) -> float:
-        simulated = self.recurrence.num_microbatches
+        simulated = self.simulation.num_microbatches
         # seconds = makespan of s microbatches + (m - s) / m of the work: in the steady state no rank waits for more.
         return self.makespan + self.work_seconds * (1 - simulated / self.num_microbatches)
 
@@ -156,7 +156,7 @@ class _Place:
     def memory(self, stages: Stages, run: ScheduleRun, place: int) -> tuple[Mapping[str, int], int]:
         """Return (peak of each kind, peak of the total)."""
         computed, held = self._computed(stages, run, place)
-        loss = stages.profile.loss_bytes if len(stages.parts) - 1 in run.recurrence.stages[place] else 0
+        loss = stages.profile.loss_bytes if len(stages.parts) - 1 in run.simulation.stages[place] else 0
         kinds = {
             **self.rests.kinds,
             "gathered_bytes": self._gathered,
@@ -169,7 +169,7 @@ class _Place:
 
     def _computed(self, stages: Stages, run: ScheduleRun, place: int) -> tuple[int, int]:
         """Return (peak of activations and gradients together, peak of activations) while a stage computes."""
-        of_place, at = list(run.recurrence.stages[place]), run.recurrence.computing[place]
+        of_place, at = list(run.simulation.stages[place]), run.simulation.computing[place]
         whole, put_off = (np.array(sizes)[of_place] for sizes in (stages.kept_bytes, stages.put_off_bytes))
         # Microbatches before their I keep all of a stage, those between I and W only the inputs and gradients for W.
         held = at.held @ whole + (at.kept - at.held) @ put_off
@@ -191,7 +191,7 @@ class _Place:
     @staticmethod
     def _passing_bytes(stages: Stages, run: ScheduleRun, place: int) -> int:
         """Return bytes of cast inputs and messages: one at each end of a stage, and one ahead for each stage."""
-        of_place = run.recurrence.stages[place]
+        of_place = run.simulation.stages[place]
         sizes = [max(stages.input_bytes(stage), stages.output_bytes(stage)) for stage in of_place]
         messages = sum(stages.output_bytes(stage) for stage in run.ends(place)) + sum(sizes)
         # Inputs of all microbatches are cast when the batch is split, before the first forward.
@@ -221,11 +221,11 @@ class _Place:
         messages = run.num_microbatches * sum(map(stages.output_bytes, run.ends(place)))
         more = {link: run.num_microbatches * nbytes for link, nbytes in self._sent_by_stages.items()}
         sent = {link: nbytes + more[link] - self._sent_once[link] for link, nbytes in self._sent.items()}
-        for stage, of_half in zip(run.recurrence.stages[place], self._sent_of_halves, strict=True):
+        for stage, of_half in zip(run.simulation.stages[place], self._sent_of_halves, strict=True):
             for link, nbytes in stages.exchanged[stage].items():
                 sent[link] += run.num_microbatches * nbytes
             for link, nbytes in of_half.items():
-                sent[link] += int(run.recurrence.halves[place, stage]) * nbytes
+                sent[link] += int(run.simulation.halves[place, stage]) * nbytes
         return {**sent, "pipe": messages + self._tied_bytes}
 
 
@@ -308,10 +308,10 @@ class PipelineParts:
         """
         found, halves = [0.0] * len(run.costs.forward), [0.0] * len(run.costs.forward)
         for number, place in self._all:
-            of_place, each = run.recurrence.stages[number], place.reducing
+            of_place, each = run.simulation.stages[number], place.reducing
             if self._overlaps:
                 # A reduction has the time of a microbatch to end. Only the time beyond it is waited for.
-                computing = run.busy[number] / run.recurrence.num_microbatches
+                computing = run.busy[number] / run.simulation.num_microbatches
                 each = [max(0.0, sum(each) - computing) / len(of_place)] * len(of_place)
             for stage, seconds, share in zip(of_place, each, place.shares_of_halves, strict=True):
                 found[stage] = max(found[stage], seconds)
@@ -333,5 +333,5 @@ def memory_by_place(blueprint: Blueprint, machine: Machine, profile: Profile) ->
     schedule = blueprint.pipeline.schedule
     stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine, blueprint.transport))
     # Bytes do not depend on times, so messages may take 0 seconds: [Note: recurrence] in fast_simulation.py.
-    run = ScheduleRun.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
+    run = ScheduleRun.of(fast_simulation_of(schedule), stages.costs(0.0), schedule.num_microbatches)
     return PipelineParts(blueprint, machine).memory(stages, run)

@@ -21,7 +21,7 @@ from .choice import Choice, divisors, num_chunks, without_defaults, without_idle
 from .estimate import Estimate, MachineWork, StepParts
 from .layered import LayeredParts
 from .machine import Machine
-from .pipelined import PipelineParts, ScheduleRun, recurrence_of, simulated_microbatches
+from .pipelined import PipelineParts, ScheduleRun, fast_simulation_of, simulated_microbatches
 from .profile import ComputePhase, Profile
 from .search import Bound, Found
 from .stages import Stages
@@ -126,12 +126,12 @@ class Planner:
     def _run(self, choice: Choice, stages: Stages) -> ScheduleRun:
         """Simulate the schedule; the result depends neither on the ZeRO stage nor on the offload."""
         count = simulated_microbatches(choice.pipeline, choice.accumulation)
-        recurrence = self._once(
-            "recurrence",
+        simulation = self._once(
+            "simulation",
             (choice.pipeline, choice.schedule, choice.chunks, count),
-            lambda: recurrence_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
+            lambda: fast_simulation_of(make_schedule(choice.schedule, choice.pipeline, count, choice.chunks)),
         )
-        return ScheduleRun.of(recurrence, stages.costs(stages.send_seconds(self.machine)), choice.accumulation)
+        return ScheduleRun.of(simulation, stages.costs(stages.send_seconds(self.machine)), choice.accumulation)
 
     def _of_states(self, choice: Choice) -> Blueprint:
         """Return the blueprint with the fewest microbatches that has the same memory."""

@@ -121,7 +121,7 @@ def drawn_costs(draw: random.Random, num_stages: int) -> Costs:
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_a_recurrence_costs_what_is_simulated(name: str, ranks: int) -> None:
+def test_the_fast_simulation_equals_the_simulator(name: str, ranks: int) -> None:
     """To the bit, but for the sum of a rank's own times."""
     draw, kind = random.Random(ranks), KINDS[name]
     for microbatches in (1, ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks + 2):
@@ -129,12 +129,12 @@ def test_a_recurrence_costs_what_is_simulated(name: str, ranks: int) -> None:
             continue
         for chunks in {kind.min_chunks, kind.max_chunks or 3}:
             schedule = make_schedule(name, ranks, microbatches, chunks)
-            recurrence = FastSimulation(schedule)
+            simulation = FastSimulation(schedule)
             for costs in (Costs.uniform(schedule.num_stages, send=0.25), drawn_costs(draw, schedule.num_stages)):
-                (makespan, busy), simulated = recurrence.outcome(costs), simulate(schedule, costs)
+                (makespan, busy), simulated = simulation.outcome(costs), simulate(schedule, costs)
                 assert makespan == simulated.makespan
                 slots = [slot for of_rank in simulated.timeline for slot in of_rank]
-                assert recurrence.starts(costs) == pytest.approx([slot.start for slot in slots], abs=1e-9)
+                assert simulation.starts(costs) == pytest.approx([slot.start for slot in slots], abs=1e-9)
                 assert busy == pytest.approx(simulated.busy)
 
 
@@ -160,8 +160,8 @@ def moments_of(row: Sequence[Action], own: Sequence[int], num_microbatches: int)
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v"])
 def test_moments_know_what_other_microbatches_hold_and_which_stages_have_ended(name: str) -> None:
     schedule = make_schedule(name, 2, 4, KINDS[name].max_chunks or 2)
-    recurrence = FastSimulation(schedule)
-    for found, own, row in zip(recurrence.computing, recurrence.stages, schedule.actions, strict=True):
+    simulation = FastSimulation(schedule)
+    for found, own, row in zip(simulation.computing, simulation.stages, schedule.actions, strict=True):
         columns = np.column_stack([found.codes, found.places, found.held, found.kept, found.begun, found.ended])
         assert {tuple(one) for one in columns.tolist()} == moments_of(row, own, 4)
 

@@ -27,7 +27,7 @@ from lowtide.engine.plan.layered import LayeredParts
 from lowtide.engine.plan.llama import Llama, Shape
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, recurrence_of
+from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, fast_simulation_of
 from lowtide.engine.plan.profile import Profile
 from lowtide.engine.plan.splits import PlannedSplits
 from lowtide.engine.plan.stages import Stages
@@ -208,7 +208,7 @@ def planned(case: Case, rank: int, num_ranks: int, blueprint: Blueprint, profile
     else:
         schedule = blueprint.pipeline.schedule
         stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine))
-        run = ScheduleRun.of(recurrence_of(schedule), stages.costs(0.0), schedule.num_microbatches)
+        run = ScheduleRun.of(fast_simulation_of(schedule), stages.costs(0.0), schedule.num_microbatches)
         parts = PipelineParts(blueprint, machine)
         peak, of_links = parts.memory(stages, run)[place][1], parts.sent(stages, run)[place]
     of_groups = sum(of_links.get(link, 0) for link in ("intra", "inter")) - sum(sent.values())

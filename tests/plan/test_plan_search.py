@@ -17,7 +17,7 @@ from lowtide.engine.plan.choice import Choice, Space
 from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipelined import ScheduleRun, memory_by_place, recurrence_of
+from lowtide.engine.plan.pipelined import ScheduleRun, fast_simulation_of, memory_by_place
 from lowtide.engine.plan.plan import uncollected
 from lowtide.engine.plan.planner import Planner, Profiler
 from lowtide.engine.plan.search import SLOWEST, Bound, Found, Item, Result, Value, search
@@ -204,10 +204,10 @@ def test_some_rank_holds_as_many_activations_as_bounds_say(name: str, chunks: in
         if count < ranks * KINDS[name].microbatches_per_rank:
             continue
         least, has_gradients = least_held(Choice(ranks, schedule=name, chunks=chunks, accumulation=count))
-        recurrence = recurrence_of(make_schedule(name, ranks, count, chunks))
+        simulation = fast_simulation_of(make_schedule(name, ranks, count, chunks))
         backwards = [
             (int(held.sum()), bool(begun.all()))
-            for at in recurrence.computing
+            for at in simulation.computing
             for code, held, begun in zip(at.codes, at.held, at.begun, strict=True)
             if code in (1, 2)
         ]

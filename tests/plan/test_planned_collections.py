@@ -13,7 +13,7 @@ import torch
 import lowtide
 from lowtide.engine.plan.estimate import Estimate, MachineWork
 from lowtide.engine.plan.machine import Machine
-from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, recurrence_of
+from lowtide.engine.plan.pipelined import PipelineParts, ScheduleRun, fast_simulation_of
 from lowtide.engine.plan.stages import Stages
 from lowtide.pipe.messages import Messages
 from lowtide.pipe.schedules.registry import make_schedule
@@ -89,7 +89,7 @@ def estimated(stage: int, machine: Machine) -> tuple[Estimate, PipelineParts, Sc
     blueprint, profile = profile_of(case, 0, 4)
     assert blueprint.pipeline is not None
     stages = Stages(blueprint.pipeline.split, profile, MachineWork(profile, machine))
-    run = ScheduleRun.of(recurrence_of(blueprint.pipeline.schedule), stages.costs(0.0), MICROBATCHES)
+    run = ScheduleRun.of(fast_simulation_of(blueprint.pipeline.schedule), stages.costs(0.0), MICROBATCHES)
     parts = PipelineParts(blueprint, machine)
     return parts.estimate(blueprint.config, stages, run), parts, run
 

@@ -58,7 +58,7 @@ class CollectiveWatchdog:
         self._latest: _Call | None = None
         self._asked: tuple[_Call, torch.Event] | None = None  # the event completes when the device passes the call
         self._is_inside = False  # the host has not returned from the call
-        self._is_told = False
+        self._is_raised = False
         self._end_polling: Callable[[], None] | None = None
 
     def start(self, rank: int, device: torch.device, timeout_seconds: float) -> None:
@@ -75,13 +75,13 @@ class CollectiveWatchdog:
             self._end_polling = None
             self.is_on = False
         self._latest = self._asked = None  # releases `compare`, which refers to the engine
-        if not self._is_told:
+        if not self._is_raised:
             self.check()
 
     def check(self) -> None:
         """Raise CollectiveError if an operation was aborted."""
         if self.error is not None:
-            self._is_told = True
+            self._is_raised = True
             raise self.error
 
     def begin(self, what: str, others: Sequence[int], compare: Callable[[Sequence[int]], str], waits: bool) -> None:

@@ -91,7 +91,7 @@ class ErrorBroadcast:
         self._prefix = ""
         self._channels: list[Begun] = []
         self._mark: list[int] = []
-        self._num_told = 0
+        self._num_announced = 0
         self._text, self._begun, self._gave_up = "", dict[int, int](), False
         self._entered = Counter[str]()  # how often each call was entered
         self._left = Counter[str]()  # how often each call ended with an error
@@ -99,7 +99,7 @@ class ErrorBroadcast:
         self._num_between = 0
         self._calls: dict[str, tuple[int, int, dict[int, int], str]] = {}  # the last error of each call
         self._may_repeat: set[str] = set()
-        self._is_told = False  # the error of the innermost call is announced
+        self._is_announced = False  # the error of the innermost call is announced
         self._waits: tuple[Begun, float, Callable[[], None]] | None = None
         self._end_polling: Callable[[], None] | None = None
         self.found = ""
@@ -132,12 +132,12 @@ class ErrorBroadcast:
         may_repeat: an error before the first collective is not announced, since the pass may be repeated with another
         batch.
         """
-        self._is_told = True
+        self._is_announced = True
         begun = self._counts()
         if may_repeat and begun == self._mark and not isinstance(error, CollectiveError):
             return
         self._mark = begun
-        self._num_told += 1
+        self._num_announced += 1
         self._text, self._begun = _text_of(error), self._by_number()
         self._gave_up = isinstance(error, CollectiveError)
         self._say()
@@ -164,7 +164,7 @@ class ErrorBroadcast:
             self._say()
         self._entered[what] += 1
         self._inside.append(what)
-        self._is_told = False
+        self._is_announced = False
         return self._counts()
 
     def leave(self) -> None:
@@ -174,7 +174,7 @@ class ErrorBroadcast:
         """Announce an error that ends the call."""
         if isinstance(error, CollectiveError) and not self._gave_up:
             self.broadcast(error)
-        if self._is_told and not is_context:  # a pass in this call has announced it
+        if self._is_announced and not is_context:  # a pass in this call has announced it
             return
         self._left[what] += 1
         self._calls[what] = self._entered[what], self._left[what], self._by_number(), _text_of(error)
@@ -207,23 +207,23 @@ class ErrorBroadcast:
 
     def _say(self) -> None:
         if self._store is not None:
-            told = json.dumps([self._num_told, self._begun, self._text, self._gave_up, self._calls])
+            report = json.dumps([self._num_announced, self._begun, self._text, self._gave_up, self._calls])
             with suppress(RuntimeError):  # the rank that hosts the store is gone
-                self._store.set(self._key(self._rank), told)
+                self._store.set(self._key(self._rank), report)
 
     @property
     def last(self) -> tuple[int, str]:
         """This rank's number of announced errors of passes, and the last of them."""
-        return self._num_told, self._text
+        return self._num_announced, self._text
 
-    def check_same(self, told: Sequence[tuple[int, str]], what: str) -> None:
-        """Raise CollectiveError if ranks with different numbers of errors meet at `what`. told: `last` by rank."""
-        rank = max(range(len(told)), key=lambda rank: told[rank][0])
-        count, text = told[rank]
-        if count == self._num_told and all(other == count for other, _ in told):
+    def check_same(self, reports: Sequence[tuple[int, str]], what: str) -> None:
+        """Raise CollectiveError if ranks with different numbers of errors meet at `what`. reports: `last` by rank."""
+        rank = max(range(len(reports)), key=lambda rank: reports[rank][0])
+        count, text = reports[rank]
+        if count == self._num_announced and all(other == count for other, _ in reports):
             return
-        others = ", ".join(str(other) for other, (number, _) in enumerate(told) if number < count)
-        if count > self._num_told:
+        others = ", ".join(str(other) for other, (number, _) in enumerate(reports) if number < count)
+        if count > self._num_announced:
             found = f"rank {rank} raised {text}"
         else:
             found = f"this rank raised {text}, rank {others} did not"
@@ -242,7 +242,7 @@ class ErrorBroadcast:
                 if gave_up:
                     return f"rank {rank}{_GAVE_UP}{text}"
                 # JSON has made strings of the channel numbers.
-                if count > self._num_told and begun.get(str(channel.number), 0) < channel.count:
+                if count > self._num_announced and begun.get(str(channel.number), 0) < channel.count:
                     return f"rank {rank} raised {text}{_NO_FURTHER}"
                 for what in self._inside:
                     number, times, begun, text = calls.get(what, (0, 0, {}, ""))

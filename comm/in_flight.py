@@ -84,7 +84,7 @@ class FlightRecorder:
 
     def __init__(self, world: World, engine_number: int) -> None:
         self._world = world
-        self._prefix = f"lowtide/trail/{engine_number}"
+        self._prefix = f"lowtide/recent/{engine_number}"
         self._recent: deque[str] = deque(maxlen=_LENGTH)
 
     def note(self, what: str) -> None:
@@ -95,22 +95,22 @@ class FlightRecorder:
     def compare(self, ranks: Sequence[int]) -> str:
         """Write a sentence with the last collectives of this rank and of the `ranks` that have also timed out."""
         # The first rank without a list ends the loop, so at most a single wait below times out.
-        trails = {self._world.rank: " > ".join(self._recent)}
+        recent_by_rank = {self._world.rank: " > ".join(self._recent)}
         try:
-            self._world.store.set(f"{self._prefix}/{self._world.rank}", trails[self._world.rank])
+            self._world.store.set(f"{self._prefix}/{self._world.rank}", recent_by_rank[self._world.rank])
             for rank in ranks:
                 key = f"{self._prefix}/{rank}"
                 if rank != self._world.rank:
                     self._world.store.wait([key], timedelta(seconds=_WAIT_SECONDS))
-                    trails[rank] = self._world.store.get(key).decode()
+                    recent_by_rank[rank] = self._world.store.get(key).decode()
         except RuntimeError:
             pass  # that rank has not timed out, or the rank that hosts the store is gone
-        listed = "; ".join(f"rank {rank}: {trail}" for rank, trail in sorted(trails.items()))
+        listed = "; ".join(f"rank {rank}: {recent}" for rank, recent in sorted(recent_by_rank.items()))
         return f" The last collectives: {listed}."
 
 
 class AxisRecorder:
-    """Records the collectives of an axis in the trail and, numbered, in this rank's progress record."""
+    """Records the collectives of an axis in the flight recorder and, numbered, in this rank's progress record."""
 
     def __init__(
         self,

@@ -215,9 +215,9 @@ class Mesh:
         low, low_squares, high, high_squares = sums.tolist()
         if self.world.size * low_squares == low * low and self.world.size * high_squares == high * high:
             return [value]
-        told = self.world.gather_objects((error, value), self._host_group)
-        self.error_broadcast.check_same([one for one, _ in told], _MEETING)
-        return [one for _, one in told]
+        reports = self.world.gather_objects((error, value), self._host_group)
+        self.error_broadcast.check_same([one for one, _ in reports], _MEETING)
+        return [one for _, one in reports]
 
     def fence(self, what: str) -> None:
         """Wait until every rank with the same parameters has arrived, if they share memory. Else return at once."""
@@ -267,11 +267,11 @@ def _agree(world: World, wanted: str, shared_bytes: int, num_channels: int) -> t
     own_fault = shared_memory_fault(shared_bytes) if may_lack_room else ""
     # Numbers that no earlier engine of these processes has: two engines may send messages at the same time.
     end = world.store.add("lowtide/channels", num_channels) if world.rank == 0 else 0
-    told = world.gather_objects((own_fault, end, os.getpid()))
-    faults = [(rank, fault) for rank, (fault, _, _) in enumerate(told) if fault]
+    reports = world.gather_objects((own_fault, end, os.getpid()))
+    faults = [(rank, fault) for rank, (fault, _, _) in enumerate(reports) if fault]
     if faults and world.rank == 0:
         logger.warning('communication.transport: "auto" uses sockets, because on rank %d %s', *faults[0])
-    return "sockets" if faults else transport, told[0][1] - num_channels, [pid for _, _, pid in told]
+    return "sockets" if faults else transport, reports[0][1] - num_channels, [pid for _, _, pid in reports]
 
 
 def _first_tag(number: int) -> int:

@@ -61,7 +61,7 @@ _ACTIVITIES = tuple(Activity)
 _CODES = {activity: code for code, activity in enumerate(_ACTIVITIES)}
 # The activities between these two run the step clock: the order in `Activity` matters.
 _FIRST_OF_STEP, _LAST_OF_STEP = _CODES[Activity.DATA_LOADING], _CODES[Activity.UPDATE]
-_TOLD = ("enter", "begin", "wait", "end_wait")
+_OBSERVED = ("enter", "begin", "wait", "end_wait")
 T = TypeVar("T")
 
 
@@ -253,31 +253,31 @@ class Progress:
         """
         # The methods are replaced, so that the path without listeners has no check.
         enter, begin, wait, end_wait = self.enter, self.begin, self.wait, self.end_wait
-        before = {name: vars(self)[name] for name in _TOLD if name in vars(self)}
+        before = {name: vars(self)[name] for name in _OBSERVED if name in vars(self)}
 
-        def told_enter(activity: Activity, microbatch: int = -1, unit: str = "") -> None:
+        def seen_enter(activity: Activity, microbatch: int = -1, unit: str = "") -> None:
             enter(activity, microbatch, unit)
             on_enter(activity, unit)
 
-        def told_begin(channel: int, what: str = "") -> int:
+        def seen_begin(channel: int, what: str = "") -> int:
             on_begin(what)
             return begin(channel, what)
 
-        def told_wait(what: str, channel: int, sequence: int, first: int, distance: int, count: int) -> None:
+        def seen_wait(what: str, channel: int, sequence: int, first: int, distance: int, count: int) -> None:
             on_wait(what)
             wait(what, channel, sequence, first, distance, count)
 
-        def told_end_wait() -> None:
+        def seen_end_wait() -> None:
             end_wait()
             on_end_wait()
 
         def stop() -> None:
-            for name in _TOLD:
+            for name in _OBSERVED:
                 vars(self).pop(name, None)
             # Not a deletion alone: an earlier listener may have replaced the methods. Hence the reverse order.
             vars(self).update(before)
 
-        vars(self).update(zip(_TOLD, (told_enter, told_begin, told_wait, told_end_wait), strict=True))
+        vars(self).update(zip(_OBSERVED, (seen_enter, seen_begin, seen_wait, seen_end_wait), strict=True))
         return stop
 
     # -- activity -------------------------------------------------------------------------------------------------

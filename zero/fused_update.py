@@ -97,7 +97,7 @@ class UpdateTerms(NamedTuple):
         are_alike = own.param_ids.isdisjoint(self.unused) and own.param_ids.isdisjoint(self.missed)
         runs, steps = [], []
         # The cached runs serve if no parameter of the shard has missed a step: then all have the same number.
-        for run, step in zip(own.all, repeat(self.step)) if are_alike else own.stretches(self.step_of):
+        for run, step in zip(own.all, repeat(self.step)) if are_alike else own.chunks_by_step(self.step_of):
             if run.start < end and run.end > start:
                 runs.append((min(run.end, end) - start, self.options[run.options_index]))
                 steps.append(step)

@@ -80,7 +80,7 @@ class ShardChunk:
 
 
 class ShardChunks:
-    """The runs of a shard, and the parameters in it."""
+    """The chunks of a shard, and the parameters in it."""
 
     def __init__(self, group: ShardedGroup, options_index_of: Mapping[int, int]) -> None:
         """options_index_of: id of a parameter -> index in param_groups."""
@@ -88,10 +88,10 @@ class ShardChunks:
         self._options_index_of = options_index_of
         self.param_ids = frozenset(id(group.params[param_shard.index]) for param_shard in group.param_shards)
         """Ids of the parameters that have a part in the shard."""
-        self.all = [run for run, _ in self.stretches(lambda _: 0)]
+        self.all = [run for run, _ in self.chunks_by_step(lambda _: 0)]
 
-    def stretches(self, step_of: Callable[[int], int]) -> list[tuple[ShardChunk, int]]:
-        """Return the runs, cut where the number of steps changes, with that number.
+    def chunks_by_step(self, step_of: Callable[[int], int]) -> list[tuple[ShardChunk, int]]:
+        """Return the chunks, cut where the number of steps changes, with that number.
 
         step_of: id of a parameter -> its number of steps.
         """

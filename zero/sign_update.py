@@ -19,25 +19,25 @@ from .layout import FlatLayout, ParamShard
 from .powersgd import LOW_RANK_ERROR
 from .shard_state import ShardState, StateView
 
-Stretch = tuple[int, int, int]
-"""(index of a parameter, start, end) in a region."""
+RegionPart = tuple[int, int, int]
+"""The part of a parameter in a region: (index of the parameter, start, end)."""
 
 
 @dataclass(frozen=True)
 class SignLayout:
-    """The parts of parameters in each rank's region. Each part has a separate scale.
+    """The parts of parameters in each rank's region of a flat group. Each part has a separate scale.
 
     A message has the signs of a region and a scale for each part in it.
     """
 
     regions: tuple[slice, ...]
-    stretches: tuple[tuple[Stretch, ...], ...]  # by region
+    region_parts: tuple[tuple[RegionPart, ...], ...]  # by region
     dtype: torch.dtype  # of values and scales
 
     @classmethod
     def of(cls, layout: FlatLayout, num_ranks: int, dtype: torch.dtype) -> SignLayout:
         regions = tuple(regions_of(layout.padded_numel, num_ranks))
-        stretches = tuple(
+        region_parts = tuple(
             tuple(
                 (index, max(param_view.offset_in_flat, region.start) - region.start, end - region.start)
                 for index, param_view in enumerate(layout.param_views)
@@ -45,7 +45,7 @@ class SignLayout:
             )
             for region in regions
         )
-        return cls(regions, stretches, dtype)
+        return cls(regions, region_parts, dtype)
 
     def numel(self, place: int) -> int:
         """Elements of a region."""
@@ -53,7 +53,7 @@ class SignLayout:
 
     def nbytes(self, place: int) -> int:
         """Bytes of the message of a region."""
-        return self.numel(place) // SIGNS_PER_BYTE + len(self.stretches[place]) * self.dtype.itemsize
+        return self.numel(place) // SIGNS_PER_BYTE + len(self.region_parts[place]) * self.dtype.itemsize
 
     @property
     def max_nbytes(self) -> int:
@@ -136,20 +136,20 @@ class SignMean:
 
     def _encoded(self, values: Tensor, place: int, unused: Collection[int]) -> tuple[Tensor, Tensor]:
         """Return (message, its decoded values) of a region."""
-        stretches: Sequence[Stretch] = self.layout.stretches[place]
+        region_parts: Sequence[RegionPart] = self.layout.region_parts[place]
         zero = values.new_zeros(())
-        found = [zero if index in unused else _scale(values[low:high]) for index, low, high in stretches]
+        found = [zero if index in unused else _scale(values[low:high]) for index, low, high in region_parts]
         scales = torch.stack(found) if found else values.new_empty(0)
         message = torch.cat([packed_signs(values), scales.view(torch.uint8)])
         return message, self._decoded(message, place)
 
     def _decoded(self, message: Tensor, place: int) -> Tensor:
-        region, stretches = self.layout.regions[place], self.layout.stretches[place]
+        region, region_parts = self.layout.regions[place], self.layout.region_parts[place]
         num_bytes = (region.stop - region.start) // SIGNS_PER_BYTE
         signs = unpacked_signs(message[:num_bytes], self.layout.dtype)
         scales = message[num_bytes:].clone().view(self.layout.dtype)  # aligned
         end = 0
-        for (_, low, high), scale in zip(stretches, scales, strict=True):
+        for (_, low, high), scale in zip(region_parts, scales, strict=True):
             # Padding: a sign has no zero, so it decodes to +1 or -1.
             signs[end:low] = 0
             signs[low:high] *= scale
@@ -158,7 +158,7 @@ class SignMean:
         return signs
 
     def _keep(self, error: Tensor, values: Tensor, said: Tensor, place: int, unused: Collection[int]) -> None:
-        for index, low, high in self.layout.stretches[place]:
+        for index, low, high in self.layout.region_parts[place]:
             if index not in unused:
                 torch.sub(values[low:high], said[low:high], out=error[low:high])
 
@@ -274,7 +274,7 @@ class SignUpdate(FusedUpdate):
         for param_shard in shard.group.param_shards:
             low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
             yield param_shard, f"{WORKER_ERROR}_{place}", mean.worker_error[low:high]
-        for index, low, high in mean.layout.stretches[place]:
+        for index, low, high in mean.layout.region_parts[place]:
             offset = region.start + low - shard.group.layout.param_views[index].offset_in_flat
             yield ParamShard(index, offset, region.start + low, high - low), SERVER_ERROR, mean.server_error[low:high]
 

@@ -93,7 +93,7 @@ def parser() -> Parser:
     show.add_argument("config", metavar="FILE|NAME", nargs="?", help="a file or a preset; the defaults if left out")
     explained = actions.add_parser("explain", help="explain each key: its effect, its value and the value's source")
     explained.add_argument("config", metavar="FILE|NAME", help="a JSON file (lowtide or DeepSpeed), or a preset")
-    explained.add_argument("--given", action="store_true", help="only the keys in the file")
+    explained.add_argument("--given", action="store_true", help="only the keys in the file, and those with a remark")
     explained.add_argument("--json", action="store_true", help="print JSON")
     diff = actions.add_parser("diff", help="list the settings in which two configs differ, however they are written")
     diff.add_argument("config", metavar="FILE|NAME", help="a file or a preset")

@@ -57,7 +57,7 @@ class OffloadOptimizerConfig(OffloadSection):
     """Keep the optimizer state and the fp32 master weights outside of the model's memory. Any stage."""
 
     device: Device = "none"
-    """Home of the state. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
+    """Placement of the states. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     ratio: Float = Field(default=1.0, ge=0, le=1)
     """Share of the state that is offloaded; the rest stays with the model."""
@@ -104,7 +104,7 @@ class OffloadParamConfig(OffloadSection):
     """Keep the parameter shards of stage 3 outside of the model's memory."""
 
     device: Device = "none"
-    """Home of the shards. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
+    """Placement of the shards. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     pin_memory: Bool = True
     """Use page-locked host buffers if the accelerator copies faster from them."""
@@ -126,7 +126,7 @@ class ActivationOffloadConfig(OffloadSection):
     """Keep activations that backward needs outside of the model's memory."""
 
     device: Device = "none"
-    """Home of saved activations. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
+    """Placement of saved activations. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     min_bytes: Positive = 1 << 20
     """Smaller tensors stay with the model."""

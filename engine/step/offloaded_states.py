@@ -48,7 +48,7 @@ class OffloadedStates(StepFeature):
         units, steps = parts.runner.passes.units, parts.steps
         groups = [group for unit in units for group in unit.groups]
         if unknown := [kind for kind in asked if kind not in _KINDS]:
-            raise ValueError(f"{what}: expected of {', '.join(_KINDS)}, found {unknown[0]!r}")
+            raise ValueError(f"{what}: expected some of {', '.join(_KINDS)} in include, found {unknown[0]!r}")
         if include is not None and _PARAMETERS in asked and not any(group.frees_memory for group in groups):
             raise ValueError(
                 f"{what}: expected parameters that are freed after use (stage 3 over several ranks), found all of "

@@ -150,7 +150,7 @@ def refused(kinds: list[str], stage: int) -> str:
 @pytest.mark.parametrize(
     ("kinds", "stage", "expected"),
     [
-        (["optimiser"], 3, "expected of optimizer, gradients, parameters, found 'optimiser'"),
+        (["optimiser"], 3, "expected some of optimizer, gradients, parameters in include, found 'optimiser'"),
         (
             ["parameters"],
             2,

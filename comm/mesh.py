@@ -67,7 +67,7 @@ class Mesh:
         transport: auto, shared_memory, sockets or native. shared_bytes: the shared memory that an engine takes on a
         host. If a rank has less, `auto` takes sockets and logs why. messages: the axis of `peers`. folds: the groups of
         several axes that `over` will be asked for. inner: axes that get a second transport for the collectives of
-        layers, which run while gradients are in flight. Raises ValueError if the arrangement has another number of
+        layers, which run while gradients are in flight. Raises ValueError if the axes have another number of
         ranks, or if the transport is not possible here.
         """
         if parallel_dims.num_ranks != world.size:

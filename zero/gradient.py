@@ -161,7 +161,7 @@ class GroupGradient:
         """Return this rank's term of the gradient of parameter `index`, flat, and whether this rank has used the
         parameter.
 
-        The sum of the terms over the ranks of the domain is the gradient of the step's backwards until now.
+        The sum of the terms over the ranks of the sharding spec is the gradient of the step's backwards until now.
         is_complete: the last backward of the step has run.
         """
         param_view, param = self.group.layout.param_views[index], self.group.params[index]

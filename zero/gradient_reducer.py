@@ -18,7 +18,7 @@ from .layout import BLOCK_NUMEL
 
 
 class GradientReducer:
-    """Sums a group's gradient over the ranks of its domain, with a codec for each axis.
+    """Sums a group's gradient over the ranks of its sharding spec, with a codec for each axis.
 
         staged --copy--> message --reduce-scatter over `states`--> shard --all-reduce over `replicas`--> shard
 

@@ -240,7 +240,7 @@ Level = tuple[tuple[str, ...], int | None]
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """A group before it has memory: its parameters, dtypes, layout and domain."""
+    """A group before it has memory: its parameters, dtypes, layout and sharding spec."""
 
     name: str
     params: tuple[tuple[str, nn.Parameter], ...]

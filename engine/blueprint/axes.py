@@ -64,7 +64,7 @@ def parallel_dims_of(
 def sharding_of(
     policy: ZeroPolicy, parallel_dims: ParallelDims, holds_all: bool = True, in_levels: bool = False
 ) -> ShardingSpec:
-    """Return the domain of parameters that are replicated on a pipeline place, apart from tensor splits.
+    """Return the sharding spec of parameters that are replicated on a pipeline place, apart from tensor splits.
 
     holds_all: each "secondary" group holds all parameters at rest (hpZ). in_levels: gradients are summed over such a
     group first, then over all groups.

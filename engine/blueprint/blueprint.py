@@ -250,7 +250,7 @@ def _transports(
 
 
 def _axes(config: Config, policy: ZeroPolicy, wire: Wire, num_ranks: int) -> tuple[ParallelDims, ShardingSpec]:
-    """Return the axes and the domain. Gradients in few bits are summed in two levels."""
+    """Return the axes and the sharding spec. Gradients in few bits are summed in two levels."""
     zero, in_levels = config.zero_optimization, wire.gradients is not None
     parallel_dims = parallel_dims_of(
         config.parallel, zero, policy, num_ranks, wire.ranks_of_host if in_levels else None

@@ -550,7 +550,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class _ShardCounts:
-    """The number of ranks that divide each kind of model state of a domain; 1 is a full copy."""
+    """The number of ranks that divide each kind of model state of a group; 1 is a full copy."""
 
     states: int
     parameters: int

@@ -41,8 +41,8 @@ def json_schema() -> dict[str, Any]:
     for size in ({"const": "auto"}, {"type": "integer", "minimum": 0}):
         allow(schema, "tiles", size)
     for alias, path in ALIASES.items():
-        for home in _properties(schema, alias):
-            home[alias.rpartition(".")[2]] = home[path.rpartition(".")[2]]
+        for properties in _properties(schema, alias):
+            properties[alias.rpartition(".")[2]] = properties[path.rpartition(".")[2]]
     return schema
 
 
@@ -97,18 +97,22 @@ def _params_of(definition: dict[str, Any]) -> str:
 
 
 def add(schema: dict[str, Any], path: str, value: dict[str, Any]) -> None:
-    for home in _properties(schema, path):
-        home[path.rpartition(".")[2]] = value
+    for properties in _properties(schema, path):
+        properties[path.rpartition(".")[2]] = value
 
 
 def allow(schema: dict[str, Any], path: str, other: dict[str, Any]) -> None:
     """Let the key at `path` also take values that `other` describes."""
     key = path.rpartition(".")[2]
-    for home in _properties(schema, path):
-        if key in home and other not in home[key].get("anyOf", []):
+    for properties in _properties(schema, path):
+        if key in properties and other not in properties[key].get("anyOf", []):
             # These describe the key, whatever form its value has, so they stay beside `anyOf`.
-            outside = {name: home[key].pop(name) for name in ("description", "title", "default") if name in home[key]}
-            home[key] = {"anyOf": [home[key], other], **outside}
+            outside = {
+                name: properties[key].pop(name)
+                for name in ("description", "title", "default")
+                if name in properties[key]
+            }
+            properties[key] = {"anyOf": [properties[key], other], **outside}
 
 
 def _open_type_names(schema: dict[str, Any], key: str) -> None:

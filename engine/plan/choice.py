@@ -211,7 +211,7 @@ class Space:
     def _placements(self, name: str, may_be_away: bool = True) -> Sequence[str]:
         """Return the places for an offload: the device, the host's memory if separate, files if there is a folder."""
         away = [("cpu", self.machine.device == "cuda"), ("nvme", name in self.in_files)]
-        return self._values(name, ["none", *(home for home, is_there in away if is_there and may_be_away)])
+        return self._values(name, ["none", *(placement for placement, is_there in away if is_there and may_be_away)])
 
     def _partitions(self, stage: int, group: int, degrees: Choice) -> Sequence[int]:
         """Return sizes of the group that gathers parameters: the shard group, or the ranks of a host."""
@@ -221,9 +221,9 @@ class Space:
 
     def _activations(self, pipeline: int) -> Iterator[tuple[int, str]]:
         for every in self._values("every", (0, 1)):
-            for home in self._placements("offload_activations", may_be_away=pipeline == 1):
-                if home == "none" or pipeline == 1:
-                    yield every, home
+            for placement in self._placements("offload_activations", may_be_away=pipeline == 1):
+                if placement == "none" or pipeline == 1:
+                    yield every, placement
 
 
 def num_chunks(choice: Choice) -> int:

@@ -42,13 +42,13 @@ def sent_by_link(messages: Sequence[CollectiveCost]) -> dict[str, int]:
 class CollectiveCosts:
     """The collectives of a blueprint on a machine.
 
-    |             | over              | group with n elements on r ranks: each rank sends               |
-    |-------------|-------------------|-----------------------------------------------------------------|
-    | gather      | domain.parameters | (r - 1) / r n elements of the parameters' dtype                 |
-    | reduce      | domain.states     | (r - 1) / r n elements of the reduce dtype                      |
-    | then        | domain.replicas   | (r - 1) / r of its shard, and as much of the sum                |
-    | refresh     | domain.refreshed  | (r - 1) / r n elements of the parameters' dtype                 |
-    | matrices    | domain.owning_axes| parts of other ranks' matrices, and the results of its own      |
+    |             | over                 | group with n elements on r ranks: each rank sends               |
+    |-------------|----------------------|-----------------------------------------------------------------|
+    | gather      | sharding.parameters  | (r - 1) / r n elements of the parameters' dtype                 |
+    | reduce      | sharding.states      | (r - 1) / r n elements of the reduce dtype                      |
+    | then        | sharding.replicas    | (r - 1) / r of its shard, and as much of the sum                |
+    | refresh     | sharding.refreshed   | (r - 1) / r n elements of the parameters' dtype                 |
+    | matrices    | sharding.owning_axes | parts of other ranks' matrices, and the results of its own      |
 
     Quantized messages have as many elements in fewer bits, with scales. A reduction in levels reduces over each level,
     with the shard of the level before. Ranks that share memory read it and send nothing.
@@ -62,12 +62,14 @@ class CollectiveCosts:
         bits = None if group.sends_differences else group.weight_bits
         nbytes = _message_bytes(group.layout.padded_numel, group.dtype, bits)
         message, machine = self._spread("gather", group.sharding.parameters, nbytes), self.machine
-        home = self.blueprint.offload_plan.parameters
-        if home is Placement.MODEL:
+        placement = self.blueprint.offload_plan.parameters
+        if placement is Placement.MODEL:
             return message
-        speed = machine.link if home is Placement.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
+        speed = (
+            machine.link if placement is Placement.HOST else min(machine.link, machine.nvme / machine.devices_per_host)
+        )
         read = group.shard_bytes / speed
-        read = machine.moving("file read", group.shard_bytes, read) if home is Placement.FILE else read
+        read = machine.moving("file read", group.shard_bytes, read) if placement is Placement.FILE else read
         return replace(message, seconds=message.seconds + read)
 
     def reduce(self, group: GroupPlan) -> CollectiveCost:

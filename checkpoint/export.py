@@ -52,7 +52,7 @@ def parse_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
     dtype = _DTYPES.get(value) if isinstance(value, str) else value
     if (value is None) != (dtype is None) or (dtype is not None and dtype not in _DTYPES.values()):
         names = ", ".join(f'"{name}"' for name in _DTYPES)
-        raise ValueError(f"dtype: expected one of {names}, the same as a torch dtype, or None; found {value!r}")
+        raise ValueError(f"dtype: expected one of {names}, a torch dtype of these, or None; found {value!r}")
     return dtype
 
 

@@ -56,12 +56,12 @@ def initialize(
     model; if its constructors cannot be recorded, each host has it once in a memory-mapped file. config: a JSON file,
     the name of a preset such as "zero3", a dictionary, or a `lowtide.Config`. If a degree or placement is "auto", as
     in the preset "auto", `lowtide.plan` chooses it and logs why. loss_fn(output, batch) -> loss. Without it the
-    model's output is the loss, or has it as .loss, ["loss"] or [0]. optimizer: replaces the config's: an optimizer
+    model's output is the loss, or has it as .loss, ["loss"] or [0]. optimizer: in place of the config's: an optimizer
     over parameters of the model, a torch optimizer class, or a callable from parameters to an optimizer. It must be
     elementwise. Parameters outside of its groups are not updated; if they require a gradient, it counts in the norm.
     Parameters of a group may be frozen and unfrozen between steps (`requires_grad_`), also from the start. Without any
     optimizer the engine computes but does not train, as for a teacher; its parameters are frozen until it is closed.
-    lr_scheduler: replaces the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
+    lr_scheduler: in place of the config's: a callable from the optimizer to a scheduler, or a scheduler of the given
     optimizer. sample_batch: a batch of any size that shows a pipeline how the model runs, and a plan which activations
     it keeps. Needed for pipeline.balance "time", and for "auto" unless the model takes tokens. fill: values for keys
     that are "auto" in the config, by path: {"scheduler.params.total_num_steps": 1000}. Other keys keep their values.

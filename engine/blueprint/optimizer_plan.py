@@ -59,8 +59,8 @@ class OptimizerPlan:
         """
         if choice is not None and config.optimizer is not None:
             raise ValueError(
-                f'optimizer: found both a section in the config ("{config.optimizer.type}") and an argument of '
-                "initialize; remove one"
+                f'optimizer: expected a single optimizer, found "{config.optimizer.type}" in the config and another '
+                "passed to initialize; remove either (a preset has an optimizer: write its remaining keys)"
             )
         params = list(module.parameters())
         trained = [param for param in params if param.requires_grad]

@@ -451,7 +451,10 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         # Validators of our types write the text themselves.
     }.get(name, detail["msg"])
     kind: FaultKind = "type" if name.endswith("_type") else "value"
-    return Fault(path, kind, f"{expected}, found {quoted(found)}")
+    section = sections_of(Config).get(path)
+    is_switch = found is True and section is not None and "enabled" in section.json_keys()
+    fix = '; write {"enabled": true}' if is_switch else ""
+    return Fault(path, kind, f"{expected}, found {quoted(found)}{fix}")
 
 
 def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:

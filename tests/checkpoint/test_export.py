@@ -205,7 +205,7 @@ def test_settings_are_numbers_or_names() -> None:
 
 
 SIZE = 'shard_bytes: expected a positive number of bytes, or "500MB", "5GB"; found'
-DTYPE = 'dtype: expected one of "fp32", "bf16", "fp16", "fp64", the same as a torch dtype, or None; found'
+DTYPE = 'dtype: expected one of "fp32", "bf16", "fp16", "fp64", a torch dtype of these, or None; found'
 
 
 def test_other_settings_are_refused() -> None:

@@ -146,7 +146,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "two optimizers": (
         lambda: lowtide.initialize(Net(), CONFIG, optimizer=torch.optim.SGD),
-        'ValueError: optimizer: found both a section in the config ("adamw") and an argument of initialize; remove one',
+        'ValueError: optimizer: expected a single optimizer, found "adamw" in the config and another passed to '
+        "initialize; remove either (a preset has an optimizer: write its remaining keys)",
     ),
     "a list of optimizers": (
         lambda: lowtide.initialize(Net(), {}, optimizer=[torch.optim.SGD, torch.optim.AdamW]),  # type: ignore[arg-type]

@@ -146,9 +146,11 @@ def _warmup_lr(params: WarmupLRParams, base_lr: float, step: int) -> float:
 def _warmup_cosine_lr(params: WarmupCosineLRParams, base_lr: float, step: int) -> float:
     """r0 + (1 - r0) x warm-up for i < w; then c + (1 - c) x (1 + cos(pi x min(1, (i - w + 1) / max(1, T - w)))) / 2.
 
-    r0 = warmup_min_ratio, c = cos_min_ratio. The update t = 0 takes r0, though DeepSpeed takes 0 for any r0.
+    r0 = warmup_min_ratio, c = cos_min_ratio. The update t = 0 takes 0 for any r0, as in DeepSpeed.
     """
-    iteration = max(step - 1, 0)  # see [Note: DeepSpeed's first step]
+    if step == 0:
+        return 0.0
+    iteration = step - 1  # see [Note: DeepSpeed's first step]
     low, factor = params.warmup_min_ratio, _warmup(iteration, params)
     if factor is None:
         warmup_steps = max(2, params.warmup_num_steps)

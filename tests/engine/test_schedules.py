@@ -75,7 +75,7 @@ COSINE = [1e-4 + (1 - 1e-4) * (1 + math.cos(math.pi * k / 4)) / 2 for k in (1, 2
         (
             "WarmupCosineLR",
             {**UP_AND_DOWN, "warmup_min_ratio": 0.2},
-            of_base(0.2, 0.2, 0.4, 0.6, 0.8, *COSINE, *[1e-4] * 5),
+            of_base(0, 0.2, 0.4, 0.6, 0.8, *COSINE, *[1e-4] * 5),
         ),
         ("constant", {}, of_base(1, 1, 1)),
     ],

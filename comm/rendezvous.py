@@ -85,7 +85,7 @@ def make_process_group(device: torch.device, timeout_seconds: float) -> None:
         if store.add("connected", 1) == size:
             store.set("all connected", "")
         store.wait(["all connected"])
-    except dist.DistError as error:
+    except RuntimeError as error:  # a DistError of the store; and gloo's, if a rank dies while they connect
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise CollectiveError(
             f"rank {rank} of {size}: not all ranks connected to {place} within {time.monotonic() - started:.1f} s "

@@ -39,6 +39,15 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(monkeypatch: py
     assert "the ranks make different numbers of engines. A slow rank needs a larger communication.timeout_s" in text
 
 
+def test_a_rank_that_dies_while_they_connect_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_variables(monkeypatch, **environment(0, 1, port := free_port()))
+    died = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+    monkeypatch.setattr(dist, "init_process_group", mock.Mock(side_effect=died))
+    text = refusal(World.join, "cpu", 60, kind=CollectiveError)
+    assert text.startswith(f"rank 0 of 1: not all ranks connected to 127.0.0.1:{port} within ")
+    assert f"({died}). A rank died or has left" in text
+
+
 def test_a_device_that_does_not_exist_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     monkeypatch.setattr("lowtide.comm.world._choose_device", lambda device: torch.device("cuda", 99))

@@ -139,18 +139,19 @@ class DeepSpeedCheckpoint:
         self.adam_w_mode = options.get("adam_w_mode", True) is True
         self.base_lr: float | None = options.get("lr")
         self.client_state = {str(key): value for key, value in main.items() if key not in _OWN_KEYS}
+        self.counters, self.loss_scaler = self._counters(), self._loss_scaler()
+        # The content of the files is as large as what was made of it: no caller holds both.
+        del self._main, self._module, self._parts, self._ranks
 
-    @property
-    def counters(self) -> dict[str, int]:
-        """The counters of `DeepSpeedEngine`."""
+    def _counters(self) -> dict[str, int]:
+        """Return the counters of `DeepSpeedEngine`."""
         main, config = self._main, self._main.get("ds_config")
         found = {key: int(main.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")}
         accumulation = config.get("gradient_accumulation_steps") if isinstance(config, Mapping) else None
         return {**found, "micro_steps": found["global_steps"] * (accumulation if isinstance(accumulation, int) else 1)}
 
-    @property
-    def loss_scaler(self) -> dict[str, Any]:
-        """The state of float16's loss scaler."""
+    def _loss_scaler(self) -> dict[str, Any]:
+        """Return the state of float16's loss scaler."""
         of = self._parts[0] if self._parts else {}
         found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else {}
         # DeepSpeed raises the scale when this count is a multiple of the window.
@@ -196,7 +197,9 @@ class DeepSpeedCheckpoint:
         ]
         bases = [part["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for part in self._parts]
         concatenate = self._concatenate_rows if is_stage_3 else self._concatenate_shards
-        parts_of = self._sub_groups(shapes, masters[0]) if is_stage_3 else shapes
+        parts_of = self._sub_groups(shapes, masters[0]) if is_stage_3 and masters[0] else shapes
+        if (fewest := min(map(len, masters))) < len(parts_of):
+            raise CheckpointError(f"{self._path}: expected {len(parts_of)} flat groups on each rank, found {fewest}")
         for index, group in enumerate(parts_of):
             concatenate([master[index].reshape(-1) for master in masters], group, self.weights)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lowtide.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_opti
 from tests.integrations.deepspeed.scripts import DATA, batches, engine_of, layers
 from tests.kit.ranks import on_ranks
 from tests.kit.training import differences, refusal
+
+MASTERS = "single_partition_of_fp32_groups"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +81,31 @@ def test_sub_groups_of_stage_3_are_read_as_a_whole_group(tmp_path: Path) -> None
     assert differences(found.weights, expected.weights) == [] and found.states.keys() == expected.states.keys()
     for name, states in expected.states.items():
         assert differences(found.states[name], states) == []
+
+
+@pytest.mark.parametrize(("name", "key"), [("stage3", "fp32_flat_groups"), ("stage2_bf16", MASTERS)])
+def test_a_rank_without_flat_groups_is_told(tmp_path: Path, name: str, key: str) -> None:
+    shutil.copytree(DATA / name, tmp_path / "saved")
+    path = max((tmp_path / "saved").rglob("*optim_states.pt"))
+    content = load_pickle(path)
+    content["optimizer_state_dict"][key] = []
+    torch.save(content, path)
+    text = refusal(read_deepspeed, tmp_path / "saved", "global_step12", kind=CheckpointError)
+    assert text.endswith("expected 1 flat groups on each rank, found 0")
+
+
+def test_what_the_files_hold_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as large as what was made of it, and the import writes that."""
+    read: list[weakref.ref[Any]] = []
+
+    def load(path: Path) -> Any:
+        content = load_pickle(path)
+        read.extend(map(weakref.ref, content.get("optimizer_state_dict", {}).get("fp32_flat_groups", ())))
+        return content
+
+    monkeypatch.setattr("lowtide.deepspeed.checkpoint_files.load_pickle", load)
+    found = read_deepspeed(DATA / "stage3")
+    assert found.weights and read and not any(flat() is not None for flat in read)
 
 
 def test_masters_of_bf16_are_float32() -> None:

@@ -1,5 +1,6 @@
 """What every store does alike, wherever it keeps its bytes."""
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -7,17 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore, HostPool, HostStore, OffloadError, StagedStore, Store
+from lowtide.offload import AioOptions, FileStore, HostPool, HostStore, OffloadError, StagedStore, Store, Transfer
 from tests.kit.training import refusal
 
 SMALL_BLOCK = 8192
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, SMALL_BLOCK, 3 * SMALL_BLOCK, 3 * SMALL_BLOCK + 4099, (1 << 20) + 1]
 
+
+class LateSaves(FileStore):
+    """A load that does not wait for the thread that saves its key overtakes it."""
+
+    def save(self, key: str, values: Tensor) -> Transfer:
+        time.sleep(0.01)
+        return super().save(key, values)
+
+
 STORES: dict[str, Callable[[Path], Store]] = {
     "host": lambda folder: HostStore(),
     "file, small blocks": lambda folder: FileStore(folder, 0, AioOptions(block_size=SMALL_BLOCK, thread_count=4)),
     "file, page cache": lambda folder: FileStore(folder, 0, AioOptions(block_size=SMALL_BLOCK, direct=False)),
-    "staged": lambda folder: StagedStore(FileStore(folder, 0), HostPool()),
+    "staged": lambda folder: StagedStore(LateSaves(folder, 0), HostPool()),
     "file, unverified": lambda folder: FileStore(folder, 0, AioOptions(verify=False)),
 }
 

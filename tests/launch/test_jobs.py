@@ -235,7 +235,7 @@ def test_agent_and_guard_that_are_killed_together_leave_nothing(tmp_path: Path) 
     job = started(tmp_path)
     for process in [part(job, name) for name in ("agent", "guard")]:
         process.kill()
-    assert job.finish(GONE_SECONDS).status == 1
+    assert job.finish().status == 1
 
 
 def test_records_that_are_left_when_all_are_killed_go_with_the_next_job(tmp_path: Path) -> None:

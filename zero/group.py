@@ -318,11 +318,7 @@ class ShardedGroup:
     def _show(self) -> None:
         """Point the parameters to their views of `full`."""
         if not self._views:  # torch makes views only while there is memory, and keeps them
-            with torch.inference_mode(False):
-                # A tensor made in inference mode could not be saved for a later backward.
-                self._views = [
-                    self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.param_views
-                ]
+            self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.param_views]
         self._point(self._views)
 
     def _hide(self) -> None:

@@ -66,8 +66,7 @@ class ParameterFingerprints(StepFeature):
         # overwritten.
         is_looked_at = self._looks and any(values is self._memory for values, _ in self._looks)
         if self._samples and (is_looked_at or not self._memory):
-            with torch.inference_mode(False):  # else the next step could not write to it
-                self._memory = [sample.take() for sample in self._samples]
+            self._memory = [sample.take() for sample in self._samples]
         else:  # at the addresses of the last step, so that later allocations have their old addresses too
             for sample, out in zip(self._samples, self._memory, strict=True):
                 sample.take(out)

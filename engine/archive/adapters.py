@@ -9,6 +9,7 @@ import copy
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -109,12 +110,18 @@ class MergedModel:
                 "engine.export(merged=True): expected a PEFT model (get_peft_model), found "
                 f"{type(module).__name__}, whose kind of adapters is unknown; export it, and merge the files"
             )
+        if not hasattr(module.base_model, "merge_and_unload"):  # learned prompts are inputs, not parts of weights
+            raise ValueError(
+                "engine.export(merged=True): expected adapters in the base model's layers, found "
+                f"{module.active_peft_config.peft_type.value}, which PEFT cannot merge; leave merged out"
+            )
         from peft.tuners.lora.layer import ParamWrapper
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         self.module: nn.Module = module.get_base_model()
         self._layers: list[tuple[str, Any]] = []
+        uses = Counter(id(param) for part in module.modules() for param in part._parameters.values())
         kept: dict[str, str] = {}  # prefix of names -> prefix of the names that replace them
         for name, part in module.named_modules():
             if isinstance(part, ModulesToSaveWrapper):
@@ -122,13 +129,21 @@ class MergedModel:
                 inner = f"modules_to_save.{part.active_adapter}" if part.active_adapters else "original_module"
                 kept[f"{name}."] = f"{name}.{inner}."
             elif isinstance(part, AuxiliaryTrainingWrapper) or (
-                isinstance(part, BaseTunerLayer) and not hasattr(part, "base_layer")
+                isinstance(part, BaseTunerLayer)
+                # A merge of LNTuning swaps modules, where the files take values of the base layer's parameters.
+                and (not hasattr(part, "base_layer") or hasattr(part, "ln_tuning_layers"))
             ):
                 raise ValueError(
                     f"engine.export(merged=True): expected adapted layers that can be merged, found a "
                     f"{type(part).__name__} at '{name}'; export adapters_only, and merge in a single process"
                 )
             elif isinstance(part, BaseTunerLayer):
+                if any(uses[id(param)] > 1 for param in part.get_base_layer().parameters(recurse=False)):
+                    raise ValueError(
+                        "engine.export(merged=True): expected adapted layers whose weights no other module has, found "
+                        f"tied weights at '{name}'; a merge would change all of them. Export adapters_only, or build "
+                        "the base with tie_word_embeddings=False"
+                    )
                 # A layer inside an adapted layer is merged with it, except in the chain of `target_parameters`.
                 if isinstance(part, ParamWrapper) or not any(name.startswith(outer) for outer, _ in self._layers):
                     self._layers.append((f"{name}.", part))

@@ -36,6 +36,7 @@ def with_peft(model: nn.Module, config: Any) -> Any:
     peft = pytest.importorskip("peft")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`|Unsupported layer type", UserWarning)
         return peft.get_peft_model(model, config)
 
 

@@ -306,6 +306,14 @@ def with_prompt() -> Any:
     return with_peft(base(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
 
 
+def with_norms() -> Any:
+    return with_peft(base(), peft.LNTuningConfig(task_type="CAUSAL_LM", target_modules=["input_layernorm"]))
+
+
+def with_tied_head() -> Any:
+    return lora(small("LlamaForCausalLM", tie_word_embeddings=True), target_modules=["embed_tokens"])
+
+
 NO_PIECES = "expected no shard_bytes, found '1MB', since PEFT reads"
 WRAPPED = "expected adapted layers that can be merged, found a TrainableTokensWrapper at"
 
@@ -318,6 +326,13 @@ WRAPPED = "expected adapted layers that can be merged, found a TrainableTokensWr
         (lora, {"merged": True, "adapters_only": True}, "expected adapters_only or merged, found both"),
         (lora, {"adapters_only": True, "shard_bytes": "1MB"}, NO_PIECES),
         (with_tokens, {"merged": True}, WRAPPED),
+        (with_norms, {"merged": True}, "expected adapted layers that can be merged, found a LNTuningLayer at"),
+        (
+            with_tied_head,
+            {"merged": True},
+            "found tied weights at 'base_model.model.model.embed_tokens'; a merge would",
+        ),
+        (with_prompt, {"merged": True}, "found PROMPT_TUNING, which PEFT cannot merge; leave merged out"),
         (with_prompt, {"adapters_only": True}, "found the embeddings of PROMPT_TUNING, which PEFT computes"),
     ],
 )

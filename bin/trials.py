@@ -76,7 +76,7 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
     with (folder / "output.txt").open("wb") as output:
         process: subprocess.Popen[bytes] | None = None
         try:
-            with _interruptions_later():  # a signal before `process` is assigned would leave the job running
+            with _delayed_interrupts():  # a signal before `process` is assigned would leave the job running
                 process = subprocess.Popen(
                     [*_LAUNCH, "--grace", f"{_GRACE_SECONDS:g}", *words],
                     stdin=subprocess.DEVNULL,
@@ -101,7 +101,7 @@ def run(request: TrialRequest, folder: Path, words: Sequence[str], limit: float,
 
 
 @contextlib.contextmanager
-def _interruptions_later() -> Iterator[None]:
+def _delayed_interrupts() -> Iterator[None]:
     """Hold back SIGINT and SIGTERM until the end of the context."""
     # A mask of this thread would not hold them back: one of torch's threads would take the signal, and Python runs the
     # handler in the main thread all the same.

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ..engine.config.config import Config
 from ..engine.config.read import read
-from ..engine.plan.machine import fit
+from ..engine.plan.machine import fit_factors
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch
@@ -219,7 +219,7 @@ class _Tuning:
     def _calibrate(self, measured: Sequence[Tried], plan: Mapping[str, Any]) -> None:
         """Write correction factors into the machine's file, for the next plan."""
         steps = [(trial.planned["seconds"], trial.step_seconds) for trial in measured if trial.planned]
-        factors = fit(steps)
+        factors = fit_factors(steps)
         if not steps or factors == Factors():
             return
         path, key = default_path(), plan["device"]

@@ -36,8 +36,8 @@ COUNTERS_NUMEL = 64  # each rank's counters fill whole cache lines, which no oth
 POSTED, REDUCED, CONSUMED, MAILED, FENCED, _LEFT = range(6)
 # A look reads /proc for each missing rank, so it is not part of each turn of a wait.
 _LIVENESS_SECONDS = 0.2
-_IN_PEACE, _AFTER_ERROR = 1, 2  # values of _LEFT
-# The fate of a missing rank, for errors.
+_WITHOUT_ERROR, _AFTER_ERROR = 1, 2  # values of _LEFT
+# Why a rank is missing, for errors.
 _DIED = "died. See the output of that rank."
 _FAILED = "left after an error. See the output of that rank."
 _HAS_LEFT = "has left: it closed its engine, or its script came to an end."
@@ -177,7 +177,7 @@ class SharedCounters:
         self._channel = channel
         # Runs in `close`, or at interpreter exit if the script has not closed its engine.
         # The arguments must not refer to self, which would then live until the exit.
-        self._say_goodbye = weakref.finalize(self, _say_goodbye, self._values[rank], os.getpid())
+        self._mark_left = weakref.finalize(self, _mark_left, self._values[rank], os.getpid())
 
     def store(self, counter: int, value: int) -> None:
         """Set a counter of this rank."""
@@ -216,18 +216,18 @@ class SharedCounters:
 
     def close(self) -> None:
         """Tell the other ranks that this rank stores nothing more."""
-        self._say_goodbye()
+        self._mark_left()
 
     def _check_peers(self, column: np.ndarray[Any, Any], target: int, waited_seconds: float, what: str) -> None:
-        fates = {rank: self._fate(rank) for rank in np.flatnonzero(column < target).tolist()}
+        reasons = {rank: self._why_absent(rank) for rank in np.flatnonzero(column < target).tolist()}
         # Read again: since the first read a rank may have arrived and left.
-        late = {self._ranks[rank]: fate for rank, fate in fates.items() if column[rank] < target}
+        late = {self._ranks[rank]: reason for rank, reason in reasons.items() if column[rank] < target}
         here = f"rank {self._ranks[self._rank]} in {what}"
-        for fate in (_DIED, _FAILED, _HAS_LEFT):  # the likely root cause first
-            gone = ", ".join(str(rank) for rank, found in late.items() if found == fate)
+        for reason in (_DIED, _FAILED, _HAS_LEFT):  # the likely root cause first
+            gone = ", ".join(str(rank) for rank, found in late.items() if found == reason)
             if gone:
-                advice = f" {self._channel.error_broadcast.what_to_do}" if fate == _HAS_LEFT else ""
-                raise CollectiveError(f"{here}: rank {gone} {fate}{advice}")
+                advice = f" {self._channel.error_broadcast.what_to_do}" if reason == _HAS_LEFT else ""
+                raise CollectiveError(f"{here}: rank {gone} {reason}{advice}")
         if late and (found := self._channel.alone(list(late))):
             raise CollectiveError(f"{here}: {found}")
         if late and waited_seconds > self._timeout_seconds:
@@ -238,18 +238,18 @@ class SharedCounters:
                 + self._channel.recorder.compare(list(late))
             )
 
-    def _fate(self, rank: int) -> str:
+    def _why_absent(self, rank: int) -> str:
         """Explain why a rank of the axis cannot arrive any more. Returns "" if it is alive and has not left."""
-        if goodbye := self._values[rank, _LEFT]:
-            return _FAILED if goodbye == _AFTER_ERROR else _HAS_LEFT
+        if left := self._values[rank, _LEFT]:
+            return _FAILED if left == _AFTER_ERROR else _HAS_LEFT
         return "" if _is_alive(self._processes[rank]) else _DIED
 
 
-def _say_goodbye(counters: np.ndarray[Any, Any], pid: int) -> None:
+def _mark_left(counters: np.ndarray[Any, Any], pid: int) -> None:
     """Mark this rank's row of counters as left. Does nothing in a forked child process."""
     # A child, such as a worker of a DataLoader, inherits the finalizer and the mapped counters.
     if os.getpid() == pid:
-        counters[_LEFT] = _AFTER_ERROR if _is_failing() else _IN_PEACE
+        counters[_LEFT] = _AFTER_ERROR if _is_failing() else _WITHOUT_ERROR
 
 
 def _is_failing() -> bool:

@@ -96,7 +96,7 @@ class _Stay:
 
     values: Tensor
     has_changed: bool = False
-    is_waiting: bool = False  # not in use, kept for its next user
+    is_held: bool = False  # not in use, but kept for its next user
     is_opened: bool = False  # released when another resident is loaded
 
 
@@ -140,7 +140,7 @@ class Window:
         memory.
         """
         stay = self._here.get(offloadable)
-        is_nested = stay is not None and not stay.is_waiting
+        is_nested = stay is not None and not stay.is_held
         values = self.acquire(offloadable)
         try:
             yield values
@@ -151,7 +151,7 @@ class Window:
 
     # -- in any order ---------------------------------------------------------------------------------------------
 
-    def holds(self, offloadable: Offloadable) -> bool:
+    def is_in_memory(self, offloadable: Offloadable) -> bool:
         """Return True if the resident is in memory."""
         return offloadable in self._here
 
@@ -186,7 +186,7 @@ class Window:
                 self._cancel(passed)
         self.prefetch(offloadable)
         if offloadable in self._here:  # in use from now on: `prefetch` must not release it
-            self._here[offloadable].is_waiting = self._here[offloadable].is_opened = False
+            self._here[offloadable].is_held = self._here[offloadable].is_opened = False
         for following in itertools.islice(self._order, self._depth):
             self.prefetch(following)
         if offloadable in self._coming:
@@ -209,25 +209,25 @@ class Window:
             offloadable.give(self._here.pop(offloadable).values)
 
     def open(self, offloadable: Offloadable, changes: bool = False) -> Tensor:
-        """Return the bytes until another resident is loaded, or until `put_back`. Saved if any opening asked for
+        """Return the bytes until another resident is loaded, or until `release_idle`. Saved if any opening asked for
         changes.
 
         A resident that is already in use stays until its user releases it.
         """
         if offloadable not in self._here:
             self.acquire(offloadable)
-            self._here[offloadable].is_waiting = self._here[offloadable].is_opened = True
+            self._here[offloadable].is_held = self._here[offloadable].is_opened = True
         self._here[offloadable].has_changed |= changes
         return self._here[offloadable].values
 
     def hold(self, offloadable: Offloadable) -> None:
-        """Keep a used resident in memory for its next user, or until `put_back`. Call it instead of `release`."""
-        self._here[offloadable].is_waiting = True
+        """Keep a used resident in memory for its next user, or until `release_idle`. Call it instead of `release`."""
+        self._here[offloadable].is_held = True
 
     def end_hold(self, offloadable: Offloadable) -> None:
         """Release a held or opened resident. Does nothing if it is in use or not in memory."""
         stay = self._here.get(offloadable)
-        if stay is not None and stay.is_waiting:
+        if stay is not None and stay.is_held:
             self.release(offloadable)
 
     def release(self, offloadable: Offloadable) -> None:
@@ -248,10 +248,10 @@ class Window:
 
     # -- all of them ----------------------------------------------------------------------------------------------
 
-    def put_back(self) -> None:
+    def release_idle(self) -> None:
         """Release all residents that are opened or held."""
         if self._here:
-            for offloadable in [offloadable for offloadable, stay in self._here.items() if stay.is_waiting]:
+            for offloadable in [offloadable for offloadable, stay in self._here.items() if stay.is_held]:
                 self.release(offloadable)
 
     def wait(self, num_left: int = 0) -> None:

@@ -87,7 +87,7 @@ class ShardedGroup:
             return held
         if not self._memory.own_is_in_full:
             return 0
-        has_own = self._shard_store is None or self._shard_store.window.holds(self.offloadable)
+        has_own = self._shard_store is None or self._shard_store.window.is_in_memory(self.offloadable)
         return bytes_in_memory(self._memory.own) if has_own else 0
 
     def held_at_rest(self) -> Iterator[Tensor]:
@@ -262,7 +262,7 @@ class ShardedGroup:
         else:
             mark_released(self.params, self.layout.names)
         self.sharded_state = ShardedState.SHARDED
-        if self._shard_store is not None and self._shard_store.window.holds(self.offloadable):
+        if self._shard_store is not None and self._shard_store.window.is_in_memory(self.offloadable):
             window = self._shard_store.window
             window.hold(self.offloadable) if holds_shard else window.release(self.offloadable)
 

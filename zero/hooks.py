@@ -137,13 +137,13 @@ class UnitHooks:
 
         A leaf, such as a returned parameter, outlives the graph, so it keeps only the newest hook.
         """
-        told: list[int] = []
+        last_task: list[int] = []
 
         def hook(gradient: Tensor) -> None:
             task = current_graph_task()
-            if told != [task]:
+            if last_task != [task]:
                 # A list, as the hook of every output tensor shares it.
-                told[:] = [task]
+                last_task[:] = [task]
                 action()
 
         for tensor in tensors:

@@ -104,7 +104,7 @@ class HostSum:
     @property
     def is_open(self) -> bool:
         """Whether the sum is on the device."""
-        return self._host._gradients.holds(self._resident)
+        return self._host._gradients.is_in_memory(self._resident)
 
     def open(self) -> Tensor:
         """Return the sum on the device, or arbitrary values if there is none yet."""

@@ -204,7 +204,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._update.make_states(shard, {}, dict.fromkeys(shard.group.layout.names))
             if self.averages is not None:
                 self.averages.add(shard)
-        self._placements.put_back()
+        self._placements.save_open()
 
     # -- updates --------------------------------------------------------------------------------------------------
 
@@ -392,7 +392,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             if self._placements.widened.is_open:
                 self._placements.widened.flush()
         else:
-            self._placements.put_back()
+            self._placements.save_open()
             self._placements.expect(order)
         if speculates:
             self.speculation.begin()
@@ -498,7 +498,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _average(self, averages: Averages, ahead: bool = False) -> None:
         """Update the averages after a step that counts. It loads offloaded master weights a second time."""
         averages.update(ahead)
-        self._placements.put_back()
+        self._placements.save_open()
 
     def _terms(self, gradient_scale: float | Tensor, skip: Tensor | None = None) -> UpdateTerms:
         counts = self.counts

@@ -46,7 +46,7 @@ class ShardStore:
 
     def drop(self, name: str) -> None:
         """Remove the shard of the group `name`. Raises OffloadError if an earlier shard cannot be saved."""
-        self.window.put_back()
+        self.window.release_idle()
         self.window.wait()
         # After the window: a save that comes later would make the key again.
         self._store.drop(name)

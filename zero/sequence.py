@@ -113,7 +113,7 @@ class UnitSequence:
         self._on_end: Callable[[], None] = lambda: None
         self._on_abort: Callable[[], None] = lambda: None
         self._implicit_task: weakref.ref[GraphTask] | None = None  # the run of autograd that the engine did not start
-        self._lent: list[Unit] = []  # gathered for an autograd run that reduces nothing
+        self._unreduced: list[Unit] = []  # gathered for a run of autograd in which nothing is reduced
         self._kept = set[Unit]()  # stay full until the step ends
 
     @property
@@ -279,7 +279,7 @@ class UnitSequence:
         if any(will_run(unit.accumulators.values()) for unit in self.units):
             self._begin_implicit(arrived)
         else:
-            self._begin_lending()
+            self._begin_unreduced()
 
     def has_lost_backward(self) -> bool:
         """Whether an error has ended a backward that autograd had begun, without a callback."""
@@ -321,7 +321,7 @@ class UnitSequence:
         if self.phase is Phase.BACKWARD:
             self._reach(use.unit, Round.GATHER)
         else:
-            self._lend(use)
+            self._gather_unreduced(use)
 
     def gradient_arrived(self, number: int, name: str, param: nn.Parameter) -> None:
         """Autograd has added to `param.grad` of the unit with this number."""
@@ -333,7 +333,7 @@ class UnitSequence:
         if self.phase is not Phase.BACKWARD:  # as a nested run of a checkpoint seems to add to no gradient
             if not param.requires_grad:  # frozen since its forward: the hook runs, nothing is added
                 return
-            self._end_lending()
+            self._end_unreduced()
             self._begin_implicit(param)
         if unit.is_collected and not unit.is_left_over:
             raise StateError(
@@ -442,37 +442,37 @@ class UnitSequence:
         if self.phase is Phase.BACKWARD:
             self._on_end()
         else:
-            self._end_lending()
+            self._end_unreduced()
         self._implicit_task = None
 
-    def _begin_lending(self) -> None:
+    def _begin_unreduced(self) -> None:
         """Begin an autograd run in which nothing is reduced."""
         if self._needs_ring:
             self._before_pass(Phase.IDLE, False)
         # A root unit that was full before this run stays full after it.
         if not self.root.is_full:
-            self._lent.append(self.root)
+            self._unreduced.append(self.root)
         self._gather_root()
         self.forwards.count(self.units)
         if torch.is_grad_enabled():
             self._keep(self.root)
 
-    def _lend(self, use: Use) -> None:
+    def _gather_unreduced(self, use: Use) -> None:
         """Gather the unit of a use, and release the units after it."""
-        for unit in [unit for unit in self._lent if unit.first_use is not None and unit.first_use > use.number]:
-            self._lent.remove(unit)
+        for unit in [unit for unit in self._unreduced if unit.first_use is not None and unit.first_use > use.number]:
+            self._unreduced.remove(unit)
             unit.release()
         if not use.unit.is_full:
             self._reach(use.unit, Round.GATHER)
-            self._lent.append(use.unit)
+            self._unreduced.append(use.unit)
         if torch.is_grad_enabled():
             self._keep(use.unit)
 
-    def _end_lending(self) -> None:
+    def _end_unreduced(self) -> None:
         if self._needs_ring:
             self._ring.end_round()
-        lent, self._lent = self._lent, []
-        for unit in lent:
+        units, self._unreduced = self._unreduced, []
+        for unit in units:
             # `torch.autograd.grad` inside a forward: the forward still reads the root unit.
             if not (unit is self.root and self.phase is Phase.FORWARD):
                 unit.release()

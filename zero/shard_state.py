@@ -402,11 +402,11 @@ class ShardPlacements:
             self.host.window.expect([shard.offloadable for shard in order if shard.is_apart])
         self.offloaded.window.expect([chunk.offloadable for shard in order for chunk in shard.chunks])
 
-    def put_back(self) -> None:
+    def save_open(self) -> None:
         """Close open parts, and save their changes."""
         self.widened.flush()
-        self.window.put_back()
-        self.offloaded.window.put_back()
+        self.window.release_idle()
+        self.offloaded.window.release_idle()
 
     def close(self) -> None:
         """Free stores and buffers."""

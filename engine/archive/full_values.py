@@ -15,7 +15,7 @@ from ...zero.layout import PARAM_ALIGNMENT_NUMEL, ParamShard, ParamView
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.shard_state import ShardState
 from ...zero.unit import Unit
-from .named_state import put_together
+from .named_state import gather_whole
 
 
 class FullValues:
@@ -178,7 +178,7 @@ class FullValues:
                 whole = param.detach()
                 # An expert of a list is whole on its rank, but the other ranks do not have it.
                 if group.plan.sharding.portioned or not param_view.tensor_shard.is_all:
-                    whole = put_together(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
+                    whole = gather_whole(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     # `clone`: on the CPU `cpu()` returns the view of memory that is released next.
                     values[id(param)] = whole.cpu().clone()

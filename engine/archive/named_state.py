@@ -250,7 +250,7 @@ def chunk_views_of(
 _INTEGERS = {1: torch.uint8, 2: torch.uint8, 4: torch.int32, 8: torch.int64}  # neither NCCL nor gloo adds up int16
 
 
-def put_together(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
+def gather_whole(exchange: Collectives, tensor_shard: TensorShard, values: Tensor, is_counted: bool) -> Tensor:
     """Return the whole tensor on each rank of an axis, from the parts of these ranks. A collective.
 
     is_counted: False if another rank gives the same values.

@@ -25,7 +25,7 @@ from ..model.deferred import module_for_shapes
 from ..step.batch import loss_of
 from .choice import Choice, without_defaults
 from .estimate import estimate, writes_gradients
-from .layered import memory_in_layers
+from .layered import layered_memory
 from .machine import Machine, calibrated
 from .measured import Measured, default_path, device_key
 from .meta_run import MetaRun
@@ -150,7 +150,7 @@ def memory_prediction(
             found = estimate(blueprint, machine, profile, place)
             kinds, peak = found.bytes, found.peak_bytes
         elif blueprint.is_layered:
-            kinds, peak = memory_in_layers(blueprint, machine, profile, place)
+            kinds, peak = layered_memory(blueprint, machine, profile, place)
         else:
             kinds, peak = memory_by_place(blueprint, machine, profile)[place]
         return {**kinds, "slot_bytes": profile.slot_bytes}, peak

@@ -265,7 +265,7 @@ def _uses(names: set[str], group: GroupPlan) -> bool:
     return any(name in names for name, _ in group.params)
 
 
-def memory_in_layers(
+def layered_memory(
     blueprint: Blueprint, machine: Machine, profile: Profile, place: int
 ) -> tuple[Mapping[str, int], int]:
     """Return (peak of each kind, peak of the total) of a place's ranks."""

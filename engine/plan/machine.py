@@ -189,7 +189,7 @@ _WEIGHT = 0.1  # of the penalty, relative to the error of a trial
 _SPAN, _STEPS = math.log(10), 40  # range of the grid search, and steps in each direction
 
 
-def fit(steps: Sequence[tuple[Mapping[str, float], float]]) -> Factors:
+def fit_factors(steps: Sequence[tuple[Mapping[str, float], float]]) -> Factors:
     """Return the factors that bring planned steps closest to measured steps, by ratio; see [Note: two factors].
 
     steps: (planned seconds by part as in `Plan.seconds`, measured seconds of the whole step).

@@ -192,7 +192,7 @@ def test_a_rank_that_died_before_the_others_looked_is_named() -> None:
 def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = torch.zeros(2 * COUNTERS_NUMEL, dtype=torch.int64)
     here, there = (SharedCounters(memory, rank, (0, 1), [os.getpid()] * 2, 20.0, mock.Mock()) for rank in range(2))
-    plain = SharedCounters._fate
+    plain = SharedCounters._why_absent
 
     def come_and_go(self: SharedCounters, rank: int) -> object:
         there.close()
@@ -201,7 +201,7 @@ def test_a_rank_that_has_come_and_gone_while_it_was_looked_at_is_not_missed(monk
         return fate
 
     here.store(POSTED, 3)
-    monkeypatch.setattr(SharedCounters, "_fate", come_and_go)
+    monkeypatch.setattr(SharedCounters, "_why_absent", come_and_go)
     here.wait_for(POSTED, 3, "a gather", 0)
     here.store(POSTED, 4)
     with pytest.raises(CollectiveError, match=r"^rank 0 in a gather: rank 1 "):

@@ -218,15 +218,17 @@ def test_what_is_opened_stays_until_another_is_and_is_saved_if_anyone_changed_it
     first, second, third = residents_in(store, pool)[:3]
     with Window() as window:
         values = window.open(first)
-        assert window.open(first, changes=True) is values and window.open(first) is values and window.holds(first)
+        assert (
+            window.open(first, changes=True) is values and window.open(first) is values and window.is_in_memory(first)
+        )
         values.fill_(50)
         window.open(second)
-        assert pool.num_out <= 2 and not window.holds(first)
+        assert pool.num_out <= 2 and not window.is_in_memory(first)
         window.prefetch(third)
-        assert not window.holds(second)
+        assert not window.is_in_memory(second)
         window.open(third)
-        window.put_back()
-        assert not window.holds(third)
+        window.release_idle()
+        assert not window.is_in_memory(third)
     assert "save unit 1" not in store.trail and values_in(store)[:2] == [50, 1]
 
 
@@ -251,7 +253,7 @@ def test_what_is_held_is_not_loaded_for_its_next_user() -> None:
         window.hold(offloadable)
         with window.use(offloadable) as values, window.use(offloadable, changes=False) as again:
             assert again is values
-        assert not window.holds(offloadable)
+        assert not window.is_in_memory(offloadable)
     assert store.trail == ["load unit 0", "save unit 0"]
 
 

@@ -11,7 +11,7 @@ import lowtide
 from lowtide.bin.plan import main
 from lowtide.comm import World
 from lowtide.engine.plan.for_engine import machine_here
-from lowtide.engine.plan.machine import Machine, calibrated, fit
+from lowtide.engine.plan.machine import Machine, calibrated, fit_factors
 from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve, device_key
 from lowtide.engine.plan.measuring import operations
 from lowtide.engine.plan.profile import Operation
@@ -153,7 +153,7 @@ def steps(computing: float, moving: float) -> list[tuple[dict[str, float], float
 
 @pytest.mark.parametrize("true", [Factors(1, 1), Factors(20, 20), Factors(2, 4), Factors(0.5, 0.25)])
 def test_the_factors_of_trials_are_found(true: Factors) -> None:
-    found = fit(steps(true.computing, true.moving))
+    found = fit_factors(steps(true.computing, true.moving))
     assert found.computing == pytest.approx(true.computing, rel=0.1)
     assert found.moving == pytest.approx(true.moving, rel=0.2)
     for seconds, measured in steps(true.computing, true.moving):
@@ -163,9 +163,9 @@ def test_the_factors_of_trials_are_found(true: Factors) -> None:
 
 
 def test_trials_that_wait_for_nothing_say_one_factor() -> None:
-    found = fit([({"compute": 1.0}, 3.0)] * 2)
+    found = fit_factors([({"compute": 1.0}, 3.0)] * 2)
     assert found.computing == pytest.approx(3.0) and found.moving == pytest.approx(3.0)
-    assert fit([]) == Factors()
+    assert fit_factors([]) == Factors()
 
 
 def test_a_calibrated_machine_is_slower_by_the_factors() -> None:

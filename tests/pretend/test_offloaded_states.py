@@ -65,7 +65,7 @@ def refusal(call: Callable[[], object]) -> str:
 
 
 def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
-    """Losses, weights, and what is wrong with what was lent after two steps of three."""
+    """Losses, weights, and what is wrong with what was offloaded after two steps of three."""
     torch.manual_seed(0)
     wrong, losses = [], []
     config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.more)
@@ -91,18 +91,18 @@ def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tenso
                 wrong.append(f"{freed} bytes said, {before} and then {after}")
             if "gradients" in (case.kinds or ALL) and after.gradient_bytes:
                 wrong.append(f"{after.gradient_bytes} bytes of gradients stay")
-            lent = "parameters" in (case.kinds or ALL)
+            is_away = "parameters" in (case.kinds or ALL)
             found = r"expected the states of the engine on its device, found .* on the host since engine.offload_states"
             for what, call in (
-                ("a forward" if lent else "backward", lambda own=own: engine.train_step(own)),
+                ("a forward" if is_away else "backward", lambda own=own: engine.train_step(own)),
                 ("reading or writing full weights", engine.state_dict),
             ):
                 if not re.match(f"{what}: {found}", said := refusal(call)):
                     wrong.append(said)
-            if not lent:
+            if not is_away:
                 losses.append(engine.eval_step(own).item())
             engine.reload_states()
-            if lent:
+            if is_away:
                 losses.append(engine.eval_step(own).item())
             if engine.memory().optimizer_bytes != before.optimizer_bytes:
                 wrong.append(f"{before} before, {engine.memory()} at the end")
@@ -132,7 +132,7 @@ def compared(case: Case, losses: list[float], weights: dict[str, torch.Tensor], 
     return wrong + [name for name, value in weights.items() if not torch.equal(value, values[name])]
 
 
-def test_what_is_lent_is_free_and_comes_back(pretend_ranks: RankPool) -> None:
+def test_offloaded_states_are_free_and_come_back(pretend_ranks: RankPool) -> None:
     for found in pretend_ranks(2, compared_all, process_group=False):
         assert found == {name: [] for name in CASES}
 
@@ -158,7 +158,7 @@ def refused(kinds: list[str], stage: int) -> str:
         ),
     ],
 )
-def test_what_cannot_be_lent(pretend_ranks: RankPool, kinds: list[str], stage: int, expected: str) -> None:
+def test_what_cannot_be_offloaded(pretend_ranks: RankPool, kinds: list[str], stage: int, expected: str) -> None:
     for said in pretend_ranks(2, refused, kinds, stage, process_group=False):
         assert said.startswith(f"engine.offload_states(): {expected}")
 
@@ -172,7 +172,7 @@ def test_on_the_host_there_is_nothing_to_lend() -> None:
         engine.train_step(models.token_batch(1, 2))
 
 
-def closed_while_lent() -> bool:
+def closed_while_offloaded() -> bool:
     """The model has its parameters when the engine is closed."""
     register()
     with lowtide.initialize(models.TinyGPT(width=16, layers=2), config_of(3, 1, "auto", **BF16)) as engine:
@@ -183,4 +183,4 @@ def closed_while_lent() -> bool:
 
 
 def test_an_engine_may_be_closed_meanwhile(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(2, closed_while_lent, process_group=False) == [True, True]
+    assert pretend_ranks(2, closed_while_offloaded, process_group=False) == [True, True]

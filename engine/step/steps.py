@@ -371,6 +371,12 @@ class Steps:
         If the caller counts the microbatches, the step is not complete without those that are forgotten here.
         """
         accumulated = self.accumulated
+        if accumulated.num_microbatches and not accumulated.is_counted_by_caller:
+            logger.warning(
+                "an error in a backward has dropped the gradients of the earlier backwards of the step (%d): begin the "
+                "step again with its first microbatch",
+                accumulated.num_microbatches,
+            )
         # `forget` below sets both counts to 0, and a second error adds to the microbatches that the first has dropped.
         num_lost = accumulated.num_lost + (accumulated.num_microbatches if accumulated.is_counted_by_caller else 0)
         # Other ranks keep the sums of earlier microbatches, which this rank forgets: a repeated backward does not fit.

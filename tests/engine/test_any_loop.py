@@ -1,5 +1,6 @@
 """Loops as people write them train as in plain torch: `loss.backward()`, in any number, of any graph."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -638,11 +639,16 @@ def test_a_step_that_an_error_has_cut_is_not_completed_without_its_first_part(st
     assert differences(*states) == []
 
 
-def test_a_step_that_the_config_counts_begins_again_after_an_error() -> None:
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_step_that_the_config_counts_begins_again_after_an_error(
+    accumulation: int, caplog: pytest.LogCaptureFixture
+) -> None:
     states = []
+    caplog.set_level(logging.WARNING, logger="lowtide")
     for fails in (False, True):
-        with engine_for(accumulation=2) as engine:
+        with engine_for(accumulation=accumulation) as engine:
             if fails:
+                logging.getLogger("lowtide").propagate = True
                 loss_of(engine, step=5).backward()
                 hook = engine.module.get_parameter("2.weight").register_hook(fail)
                 with pytest.raises(ZeroDivisionError):
@@ -652,6 +658,10 @@ def test_a_step_that_the_config_counts_begins_again_after_an_error() -> None:
                 loss_of(engine, step).backward()
             engine.step()
             states.append(engine.state_dict())
+    assert [record.getMessage() for record in caplog.records] == [
+        "an error in a backward has dropped the gradients of the earlier backwards of the step (1): begin the step "
+        "again with its first microbatch"
+    ]
     assert differences(*states) == []
 
 

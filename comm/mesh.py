@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
@@ -311,4 +312,5 @@ def _new_group(
     every = dict.fromkeys(tuple(sorted(parallel_dims.ranks(rank, names))) for rank in range(world.size))
     make: Callable[..., tuple[dist.ProcessGroup, Any]] = dist.new_subgroups_by_enumeration
     timeout = timedelta(seconds=world.timeout_seconds)
-    return make([list(ranks) for ranks in every], timeout=timeout, backend=backend)[0]
+    with nullcontext() if world.is_simulated else world.waiting("the connection of the ranks of an axis"):
+        return make([list(ranks) for ranks in every], timeout=timeout, backend=backend)[0]

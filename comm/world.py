@@ -154,7 +154,7 @@ class World:
         """
         if self.size == 1 or self.is_simulated:
             return [value] * self.size if self.size < 4096 else [value]
-        with self._waiting("an exchange of objects", group):
+        with self.waiting("an exchange of objects", group):
             return gather_objects(value, group)
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
@@ -162,7 +162,7 @@ class World:
         if self.size == 1 or self.is_simulated:
             return value
         values = [value]
-        with self._waiting(f"a broadcast of rank {source}'s objects"):
+        with self.waiting(f"a broadcast of rank {source}'s objects"):
             dist.broadcast_object_list(values, src=source)
         return values[0]
 
@@ -172,7 +172,7 @@ class World:
             return value
         # A copy, since the argument may be expanded, strided, or the user's tensor.
         buffer = value.to(self.device, copy=True).contiguous()
-        with self._waiting(f"a broadcast of rank {source}'s values"):
+        with self.waiting(f"a broadcast of rank {source}'s values"):
             dist.broadcast(buffer, src=source)
         return buffer
 
@@ -197,14 +197,14 @@ class World:
     def sum(self, terms: torch.Tensor, what: str) -> torch.Tensor:
         """Sum a tensor on `device` over the ranks, in place."""
         if self.size > 1 and not self.is_simulated:
-            with self._waiting(what):
+            with self.waiting(what):
                 dist.all_reduce(terms)
         return terms
 
     def barrier(self) -> None:
         if self.size > 1:
             device_ids = None if self.waits_on_host else [self.device.index or 0]  # without it torch warns
-            with self._waiting("a barrier"):
+            with self.waiting("a barrier"):
                 dist.barrier(device_ids=device_ids)
 
     def watch(self, step_timeout_seconds: float | None) -> None:
@@ -222,7 +222,8 @@ class World:
             self.watchdog.start(self.progress, step_timeout_seconds)
 
     @contextmanager
-    def _waiting(self, what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    def waiting(self, what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+        """Wrap a collective of the backend over all ranks: its errors name them. group: None: the default group."""
         started = time.monotonic()
         others = [rank for rank in range(self.size) if rank != self.rank]
         group = group or dist.group.WORLD

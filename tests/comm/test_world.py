@@ -18,11 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 import lowtide
-from lowtide.comm import CollectiveError, World, transport_for
+from lowtide.comm import CollectiveError, ParallelDims, World, transport_for
 from lowtide.comm.errors import ErrorBroadcast
+from lowtide.comm.mesh import _new_group
 from lowtide.comm.rendezvous import loopback_store
 from lowtide.comm.world import gather_objects
-from tests.kit.ranks import RankPool, environment, free_port
+from tests.kit.ranks import RankPool, environment, free_port, on_ranks
 from tests.kit.training import refusal, settings
 
 
@@ -46,6 +47,17 @@ def test_a_rank_that_dies_while_they_connect_is_explained(monkeypatch: pytest.Mo
     text = refusal(World.join, "cpu", 60, kind=CollectiveError)
     assert text.startswith(f"rank 0 of 1: not all ranks connected to 127.0.0.1:{port} within ")
     assert f"({died}). A rank died or has left" in text
+
+
+@on_ranks(2)
+def test_a_rank_that_dies_while_an_axis_connects_is_explained() -> None:
+    world = World.join("cpu", 60)
+    died = RuntimeError("[pair.cc:547] Connection closed by peer [127.0.0.1]:4711")
+    with mock.patch.object(dist, "new_subgroups_by_enumeration", side_effect=died):
+        dims = ParallelDims((("data", 2),), data=("data",))
+        text = refusal(_new_group, world, dims, ("data",), kind=CollectiveError)
+    assert text.startswith(f"rank {world.rank} in the connection of the ranks of an axis: no answer from rank ")
+    assert "(Connection closed by peer " in text
 
 
 def test_a_device_that_does_not_exist_leaves_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:

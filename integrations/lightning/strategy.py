@@ -407,4 +407,5 @@ def _make_whole(engine: Engine) -> None:
     engine.close()
     for (parameters, name), param in zip(places, sharded, strict=True):
         if param is not None:
-            parameters[name] = made[id(param)].requires_grad_(param.requires_grad)
+            parameters[name] = made[id(param)]
+            made[id(param)].requires_grad = param.requires_grad

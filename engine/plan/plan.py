@@ -205,7 +205,7 @@ def plan_with(
         can_split=planner.can_split,
         shards_stay=config.zero_optimization.offload_optimizer.overlap == "delayed",
     )
-    choices = list(space)
+    choices = [choice for choice in space if planner.agrees(choice)]
     result = search(choices, planner.bound, planner.found, num_alternatives)
     if given is None:
         if not choices:

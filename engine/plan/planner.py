@@ -204,6 +204,12 @@ class Planner:
         """Return why the model cannot be trained so, regardless of memory; None if it can."""
         return _fault(lambda: self.estimate(choice))
 
+    def agrees(self, choice: Choice) -> bool:
+        """Return whether the config's other keys allow these states, with or without a pipeline and accumulation."""
+        zero = choice.stage, choice.shard_size is None, choice.partition, choice.offload_optimizer, choice.offload_param
+        key = choice.pipeline == 1, choice.accumulation == 1, *zero
+        return self._once("fault of the states", key, lambda: _fault(lambda: self._resolved(choice))) is None
+
     def _fault_of_config(self, some: Choice) -> str | None:
         """Return the settings that conflict, whatever the degrees are."""
         ranks = some.ranks_of_sample * some.expert

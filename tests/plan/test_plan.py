@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -90,6 +91,26 @@ def test_shards_of_a_delayed_update_stay_on_the_device() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "overlap": "delayed"}, "offload_param": away}
     plan = of_tiny_gpt({"optimizer": ADAMW, "zero_optimization": zero}, device_memory=3e9 + 1e4)
     assert not plan.fits and "offload_param" not in plan.config["zero_optimization"]
+
+
+SPECULATIVE = {"stage": 1, "offload_optimizer": {"device": "cpu", "overlap": "speculative"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "disagrees"),
+    [
+        ({"communication": {"power_sgd": {"rank": 2}}}, lambda choice: choice.stage > 1),
+        ({"zero_optimization": {"stage": "auto"}, "optimizer": {"type": "onebitadam"}}, lambda choice: choice.stage),
+        ({"zero_optimization": {"update_in_backward": True}}, lambda choice: choice.accumulation > 1),
+        (
+            {"zero_optimization": SPECULATIVE},
+            lambda choice: choice.pipeline > 1 and choice.offload_optimizer != "none",
+        ),
+    ],
+)
+def test_a_choice_agrees_with_the_other_keys(config: dict[str, Any], disagrees: Callable[[Choice], object]) -> None:
+    plan = of_tiny_gpt({"train_batch_size": 8, "optimizer": ADAMW, **config})
+    assert len(plan.alternatives) > 1 and not any(disagrees(one.choice) for one in plan.alternatives)
 
 
 AUTO_STAGE = {"zero_optimization": {"stage": "auto"}}

@@ -126,8 +126,8 @@ def forward(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 advice = "no integers, since these may be indices: pass values as floats, for example x.float()"
             raise ValueError(
                 f"batch: expected {dtype} for {name} ({type(module).__name__}), the dtype of its {weight}, found "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}. The engine casts floating-point tensors of a batch "
-                f"(auto_cast), but {advice}. torch says: " + str(error).splitlines()[0]
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}. With auto_cast true the engine casts floating-point "
+                f"tensors of a batch, but {advice}. torch says: " + str(error).splitlines()[0]
             ) from error
         described = type(module).__name__ if any(module.children()) else str(module)
         given = [*map(_brief, args), *(f"{key}={_brief(value)}" for key, value in kwargs.items())]

@@ -222,7 +222,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 GETTERS: dict[str, Callable[[DeepSpeedConfig], Any]] = {
     "fp16_enabled": _option("fp16", "enabled"),
     "bfloat16_enabled": _option("bf16", "enabled"),
-    "fp16_auto_cast": _option("fp16", "auto_cast"),
+    "fp16_auto_cast": _written(False, "fp16", "auto_cast"),
     "loss_scale": _option("fp16", "loss_scale"),
     "dynamic_loss_scale": lambda config: not config.checked.fp16.loss_scale,
     "initial_dynamic_scale": lambda config: 2**config.checked.fp16.initial_scale_power,

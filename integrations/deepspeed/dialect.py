@@ -59,6 +59,7 @@ _MONITORS = {
     "csv_monitor": {"job_name": "DeepSpeedJobName"},
     "wandb": {"project": "deepspeed"},
 }
+_DTYPES = ("fp16", "bf16")  # sections whose inputs DeepSpeed does not cast, unless fp16.auto_cast is true
 
 _UNREAD = {
     "max_grad_norm": "gradient_clipping is the key",
@@ -195,6 +196,10 @@ def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
         section = raw.get(name)
         if isinstance(section, dict):
             filled[name] = {**defaults, **section}
+    for name in _DTYPES:
+        section = raw.get(name)
+        if isinstance(section, dict) and section.get("enabled") is True:
+            filled[name] = {"auto_cast": False, **section}
     section = raw.get("optimizer")
     if isinstance(section, dict) and isinstance(section.get("type"), str):
         written = section["type"].lower()

@@ -162,7 +162,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "integers where floats are wanted": (
         lambda: step_on_integers("bf16", False),
         "ValueError: batch: expected torch.bfloat16 for 'blocks.0' (Linear), the dtype of its weight, found "
-        "torch.uint8 of shape (2, 4). The engine casts floating-point tensors of a batch (auto_cast), but no "
+        "torch.uint8 of shape (2, 4). With auto_cast true the engine casts floating-point tensors of a batch, but no "
         "integers, since these may be indices: pass values as floats, for example x.float(). torch says: mat1 "
         "and mat2 must have the same dtype",
     ),
@@ -173,8 +173,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "floats of another dtype within the model": (
         lambda: step_on(2, Widened(), bf16={"enabled": True}),
         "ValueError: batch: expected torch.bfloat16 for 'head' (Linear), the dtype of its weight, found "
-        "torch.float32 of shape (2, 4). The engine casts floating-point tensors of a batch (auto_cast), but no values "
-        "that the model makes: cast these before the layer, for example x.to(torch.bfloat16). torch says: mat1 and",
+        "torch.float32 of shape (2, 4). With auto_cast true the engine casts floating-point tensors of a batch, but no "
+        "values that the model makes: cast these before the layer, for example x.to(torch.bfloat16). torch says: mat1",
     ),
     "wrong width": (
         lambda: initialize().train_step((torch.randn(2, 5),)),

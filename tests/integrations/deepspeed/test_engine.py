@@ -32,7 +32,7 @@ from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import logged, refusal
 
 asserted = partial(refusal, kind=AssertionError)
-BF16 = {"bf16": {"enabled": True}}
+BF16 = {"bf16": {"enabled": True, "auto_cast": True}}
 
 
 def own_batches(count: int) -> Any:
@@ -492,7 +492,7 @@ def test_every_backward_has_the_gradients_of_the_engines(stage: int, half: bool)
     """The norm of a step of two microbatches, and a metric of its gradient, by three kinds of backward."""
     norms = []
     for kind in ("engine", "loss", "scale"):
-        changes = {"fp16": {"enabled": True, "initial_scale_power": 4}} if half else {}
+        changes = {"fp16": {"enabled": True, "initial_scale_power": 4, "auto_cast": True}} if half else {}
         engine = engine_of(stage, gradient_clipping=0.1, **changes)
         backward = {
             "engine": engine.backward,

@@ -234,6 +234,9 @@ def test_the_config_has_deepspeeds_defaults() -> None:
     assert lion.optimizer_params == {"lr": 0.5} and found.optimizer_params is None  # as they are written
     monitors = config_of(csv_monitor={}, wandb={"project": "own"})
     assert monitors.checked.csv_monitor.job_name == "DeepSpeedJobName" and monitors.checked.wandb.project == "own"
+    halves = config_of(fp16={"enabled": True}), config_of(bf16={"enabled": True})
+    assert not halves[0].checked.fp16.auto_cast and not halves[1].checked.bf16.auto_cast and not found.fp16_auto_cast
+    assert config_of(fp16={"enabled": True, "auto_cast": True}).fp16_auto_cast
     assert (found.dynamic_loss_scale, found.zero_overlap_comm, found.zero_offload_param) == (True, False, None)
     assert found.get_data_types == (torch.float32, torch.float32)
     said = "DeepSpeedConfig has no attribute 'nothing'"

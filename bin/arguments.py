@@ -25,6 +25,8 @@ class Parser(argparse.ArgumentParser):
 
     removed: Mapping[str, str] = {}
     """Option of an earlier version -> its replacement, for the error."""
+    elsewhere: Mapping[str, str] = {}
+    """Option of another program, with "-" for "_" -> ours, for the error."""
     _given: Sequence[str] = ()
 
     @classmethod
@@ -78,7 +80,8 @@ class Parser(argparse.ArgumentParser):
         if name in self.removed:
             return f"{name} was removed; {self.removed[name]}"
         options = [option for option in self._option_string_actions if option.startswith("--")]
-        close = difflib.get_close_matches(name, options, n=1)
+        ours = self.elsewhere.get(name.replace("_", "-"))
+        close = difflib.get_close_matches(name, options, n=1) if ours is None else [ours]
         return f'unknown option "{name}"' + (f'; did you mean "{close[0]}"?' if close else "")
 
 

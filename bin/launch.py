@@ -53,6 +53,13 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     result.removed = {"--islands": "for ranks that train apart use torchft (https://github.com/meta-pytorch/torchft)"}
+    result.elsewhere = {  # DeepSpeed's launcher and torchrun
+        "--num-gpus": "--nproc",
+        "--nnodes": "--num-hosts",
+        "--node-rank": "--host-index",
+        "--master-addr": "--meet",
+        "--launcher": "--transport",
+    }
     _add_hosts(result.add_argument_group("hosts"))
     _add_ranks(result.add_argument_group("ranks"))
     _add_failure(result.add_argument_group("failures"))

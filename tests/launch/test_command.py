@@ -26,6 +26,8 @@ def within_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--nproc 1 -m no_such.module", 'no module "no_such" can be imported from '),
         ("--nproc two FILE", "argument --nproc: invalid number value: 'two'"),
         ("--nporc 2 FILE", 'unknown option "--nporc"; did you mean "--nproc"?'),
+        ("--num_gpus=2 FILE", 'unknown option "--num_gpus"; did you mean "--nproc"?'),
+        ("--nnodes 2 FILE", 'unknown option "--nnodes"; did you mean "--num-hosts"?'),
         ("--islands host FILE", "--islands was removed; for ranks that train apart use torchft (https://"),
         ("--transport shh FILE", 'unknown --transport "shh"; did you mean "ssh"?'),
         ("--master-port 70000 FILE", "--master-port must be from 1 to 65535, found 70000"),

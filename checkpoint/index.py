@@ -248,7 +248,7 @@ def _check_files(files: Sequence[FileEntry], num_ranks: int) -> None:
         names = shortened(sorted(found.items() - expected.items()) or sorted(expected.keys() - found.keys()))
         raise ValueError(
             f"files: expected {data_name(0)}, {index_name(0)} and so on for {num_ranks} ranks, and {DCP_METADATA}, "
-            f"each with its kind of checksum; found {len(files)} files, of which these differ: {names}"
+            f"each with its kind of checksum; found {len(files)} files; these differ: {names}"
         )
 
 

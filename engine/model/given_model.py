@@ -180,7 +180,7 @@ def check_model(module: nn.Module) -> None:
         )
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(
-            f"model: expected a Python module, found a {type(module).__name__}, which takes no hooks; pass initialize "
+            f"model: expected a Python module, found a {type(module).__name__} without hooks; pass initialize "
             "the module before torch.jit"
         )
     params = list(module.named_parameters())
@@ -195,13 +195,13 @@ def check_model(module: nn.Module) -> None:
     released = [name for name, param in params if isinstance(param, ReleasedParameter)]
     if released:
         raise ValueError(
-            f"model: expected parameters with values, found '{released[0]}', whose values an earlier engine released; "
+            f"model: expected parameters with values, found that an earlier engine released '{released[0]}'; "
             "build the model again, or pass initialize the callable that builds it"
         )
     complex_names = [name for name, param in params if param.is_complex()]
     if complex_names:
         raise ValueError(
-            f"model: expected real parameters, found complex ones: {', '.join(complex_names[:5])}; "
+            f"model: expected real parameters, found complex parameters {', '.join(complex_names[:5])}; "
             "store them as a real tensor with a last dimension of 2 and use torch.view_as_complex in forward"
         )
     on_meta = [name for name, param in params if param.is_meta]

@@ -76,13 +76,14 @@ def are_possible(blueprint: Blueprint, world: World) -> bool:
         )
     if world.size > 1 and world.waits_on_host:
         raise ValueError(
-            "compile.graphs: expected a process group whose collectives a graph can hold (NCCL), found "
-            f"{world.backend}, for which the host waits; make a group for the device, or leave compile.graphs out"
+            "compile.graphs: expected a process group with collectives for graphs (NCCL), found "
+            f"{world.backend}, and the host waits for its collectives; make a group for the device, or leave "
+            "compile.graphs out"
         )
     if blueprint.optimizer.sends_signs:
         raise ValueError(
             "compile.graphs: expected gradients that each step sums alike, found the optimizer "
-            f"{blueprint.config.optimizer.type!r}, which sends signs after some steps; leave compile.graphs out"  # type: ignore[union-attr]
+            f"{blueprint.config.optimizer.type!r}: it sends signs after some steps; leave compile.graphs out"  # type: ignore[union-attr]
         )
     return True
 

@@ -42,8 +42,8 @@ def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
     needed = [key for key, value in inspect.signature(scheduler.step).parameters.items() if _is_needed(value)]
     if needed:
         raise ValueError(
-            "lr_scheduler: expected a scheduler whose step() needs no argument, since the engine calls it after each "
-            f"update, found {name}, whose step() needs '{needed[0]}'; make it with engine.optimizer after initialize, "
+            "lr_scheduler: expected a scheduler with a step() without arguments, since the engine calls it after each "
+            f"update, found {name}: its step() needs '{needed[0]}'; make it with engine.optimizer after initialize, "
             "and call its step yourself"
         )
     bound = getattr(scheduler, "optimizer", None)
@@ -51,7 +51,7 @@ def scheduler_for(optimizer: ShardedOptimizer, given: Any) -> Any:
     if groups is not None and list(map(id, groups)) != list(map(id, optimizer.param_groups)):
         raise ValueError(
             "lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found "
-            f"{name} of another {type(bound).__name__}, whose learning rates have no effect; pass that optimizer too, "
+            f"{name} of another {type(bound).__name__}: its rates would have no effect; pass that optimizer too, "
             f"or a callable, for example lambda optimizer: {name}(optimizer, ...)"
         )
     if optimizer.lacks_state:

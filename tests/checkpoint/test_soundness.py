@@ -109,7 +109,7 @@ def test_rows_that_are_not_the_tensors_are_refused(folder: Path) -> None:
 DESCRIPTIONS: dict[str, tuple[Callable[[Any], None], str]] = {
     "tag": (put("tag", "../a"), "tag: expected a folder name"),
     "tag of the terminal": (put("tag", "\x1b[2J"), r"found '\x1b[2J'"),
-    "file above": (put("files", 0, "name", "../../etc/passwd"), "found 3 files, of which these differ: [('../../etc"),
+    "file above": (put("files", 0, "name", "../../etc/passwd"), "found 3 files; these differ: [('../../etc"),
     "file elsewhere": (put("files", 1, "name", "/dev/zero"), "('/dev/zero', True)"),
     "file twice": (lambda content: content["files"].append(content["files"][0]), "found 4 files"),
     "no files": (put("files", []), "found 0 files"),

@@ -126,8 +126,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "complex parameters": (
         lambda: initialize(nn.Linear(4, 1, dtype=torch.complex64)),
-        "ValueError: model: expected real parameters, found complex ones: weight, bias; store them as a real tensor "
-        "with a last dimension of 2 and use torch.view_as_complex in forward",
+        "ValueError: model: expected real parameters, found complex parameters weight, bias; store them as a real "
+        "tensor with a last dimension of 2 and use torch.view_as_complex in forward",
     ),
     "a lazy model": (
         lambda: initialize(nn.Sequential(nn.LazyLinear(1))),
@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a compiled model": (
         lambda: initialize(torch.jit.ScriptModule()),
-        "ValueError: model: expected a Python module, found a ScriptModule, which takes no hooks; pass initialize the "
+        "ValueError: model: expected a Python module, found a ScriptModule without hooks; pass initialize the "
         "module before torch.jit",
     ),
     "no optimizer": (

@@ -459,6 +459,6 @@ def graph_refusal(device: str, config: dict[str, Any], **world: Any) -> str:
 def test_what_a_device_or_an_update_does_not_repeat_is_refused() -> None:
     assert "a device with torch.cuda's graphs, found xpu; leave it out" in graph_refusal("xpu", {})
     text = graph_refusal("cuda", {}, size=2, waits_on_host=True, backend="gloo")
-    assert "collectives a graph can hold (NCCL), found gloo, for which the host waits" in text
+    assert "collectives for graphs (NCCL), found gloo, and the host waits for its collectives" in text
     signs = {"optimizer": {"type": "onebitadam", "params": {"freeze_step": 2}}}
     assert "gradients that each step sums alike, found the optimizer 'onebitadam'" in graph_refusal("cuda", signs)

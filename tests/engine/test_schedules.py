@@ -371,7 +371,7 @@ def given(value: Any) -> Callable[[nn.Module], dict[str, Any]]:
 
 ANOTHER = (
     "lr_scheduler: expected a scheduler of the optimizer that is passed to initialize, found ConstantLR of another "
-    "AdamW, ",
+    "AdamW: its rates would have no effect",
     "pass that optimizer too, or a callable, for example lambda optimizer: ConstantLR(optimizer, ...)",
 )
 
@@ -385,8 +385,8 @@ ANOTHER = (
         (
             given(schedulers.ReduceLROnPlateau),
             (
-                "whose step() needs no argument, ",
-                " found ReduceLROnPlateau, whose step() needs 'metrics'; make it with engine.optimizer after "
+                "with a step() without arguments, ",
+                " found ReduceLROnPlateau: its step() needs 'metrics'; make it with engine.optimizer after "
                 "initialize, and call its step yourself",
             ),
         ),

@@ -210,6 +210,15 @@ def check_model(module: nn.Module) -> None:
             f"model: expected parameters with values, found '{on_meta[0]}' on the meta device; pass initialize the "
             "callable that builds the model; it needs no memory"
         )
+    first: dict[int, tuple[str, nn.Parameter]] = {}  # address -> the first parameter there
+    for name, param in params:
+        other, at_address = first.setdefault(param.data_ptr(), (name, param)) if param.numel() else (name, param)
+        # In torch each of them is updated by the gradients of both; shards have memory of their own.
+        if other != name and (param.requires_grad or at_address.requires_grad):
+            raise ValueError(
+                f"model: expected parameters with memory of their own, found '{name}' in the memory of '{other}'; "
+                "assign the parameter itself to tie them (b.weight = a.weight), or clone the tensor"
+            )
 
 
 def refuse_max_norm(world: World, config: Config, module: nn.Module) -> None:

@@ -55,6 +55,11 @@ def frozen() -> nn.Module:
     return Net().requires_grad_(False)
 
 
+def with_shared_memory() -> nn.Module:
+    weight = torch.ones(2, 3)
+    return nn.ParameterList([nn.Parameter(weight), nn.Parameter(weight.t())])
+
+
 def initialize(model: Any = None, **more: Any) -> lowtide.Engine:
     """more: sections of the config; those of None leave."""
     return lowtide.initialize(Net() if model is None else model, settings(**more))
@@ -128,6 +133,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: initialize(nn.Linear(4, 1, dtype=torch.complex64)),
         "ValueError: model: expected real parameters, found complex parameters weight, bias; store them as a real "
         "tensor with a last dimension of 2 and use torch.view_as_complex in forward",
+    ),
+    "two parameters with the same memory": (
+        lambda: initialize(with_shared_memory()),
+        "ValueError: model: expected parameters with memory of their own, found '1' in the memory of '0'; assign the "
+        "parameter itself to tie them (b.weight = a.weight), or clone the tensor",
     ),
     "a lazy model": (
         lambda: initialize(nn.Sequential(nn.LazyLinear(1))),

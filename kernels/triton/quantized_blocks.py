@@ -47,8 +47,8 @@ def _codes(x, at, inverse, is_broken, first, low_key, high_key, MOST: tl.constex
     return tl.where(is_broken[:, None], is_bad.to(tl.float32), y).to(tl.int32)
 
 
-# These numbers differ between messages. Triton would compile again if 16 divides a number.
-@triton.jit(do_not_specialize=["first", "low_key", "high_key"])
+# These numbers differ between messages. Triton would compile again for values that are 1 or multiples of 16.
+@triton.jit(do_not_specialize=["n_blocks", "first", "low_key", "high_key"])
 def _quantize_kernel(
     X_ptr, LESS_ptr, CODES_ptr, SCALES_ptr, n_blocks, first, low_key, high_key,
     BITS: tl.constexpr, IS_DRAWN: tl.constexpr, BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,
@@ -92,7 +92,7 @@ def _store_values(OUT_ptr, at, ok, code, scale, ADDS: tl.constexpr):
         tl.store(OUT_ptr + at, values.to(OUT_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_blocks"])
 def _dequantize_kernel(
     CODES_ptr, SCALES_ptr, OUT_ptr, n_blocks,
     BITS: tl.constexpr, ADDS: tl.constexpr, BLOCK_NUMEL: tl.constexpr, ROWS: tl.constexpr,

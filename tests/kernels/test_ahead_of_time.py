@@ -33,6 +33,7 @@ def test_kernels_compile_without_spills_and_with_wide_loads(name: str, all_compi
         assert one.widest_load_bytes >= WIDE_LOAD_BYTES[TARGETS[one.target][0]] or not one.must_be_vectorized, one
 
 
-def test_sums_of_squares_are_compiled_once_for_any_number_of_blocks(all_compiled: list[Compiled]) -> None:
+def test_kernels_of_blocks_are_compiled_once_for_any_number_of_blocks(all_compiled: list[Compiled]) -> None:
     """Also for the single block at the end of a buffer, and for no multiple of 16."""
-    assert len({one.scalars for one in all_compiled if one.kernel == "sum_of_squares.squares_kernel"}) == 1
+    for name in ("sum_of_squares.squares", "quantized_blocks.quantize", "quantized_blocks.dequantize"):
+        assert len({one.scalars for one in all_compiled if one.kernel == f"{name}_kernel"}) == 1, name

@@ -264,8 +264,9 @@ def test_the_folders_of_a_config_among_the_arguments_are_found(tmp_path: Path) -
     }
     large = config | {"text": "x" * (1 << 20)}
     texts = {
-        "train": f"\ufeff// the job\n{json.dumps(config)}",
+        "train": json.dumps(config),
         "again": json.dumps(config),
+        "commented": f"\ufeff// the job\n{json.dumps(config)}",
         "broken": "{",
         "large": json.dumps(large),
     }
@@ -273,6 +274,7 @@ def test_the_folders_of_a_config_among_the_arguments_are_found(tmp_path: Path) -
         (tmp_path / f"{name}.json").write_text(text)
     arguments = ["--lr", "1", "broken.json", "missing.json", "large.json"]
     assert folders_of_config(arguments, tmp_path) == ()
+    assert folders_of_config(["commented.json"], tmp_path) == ("/nvme/a", "/nvme/b")
     for argument in ("train.json", "--config=train.json", str(tmp_path / "train.json")):
         assert folders_of_config([*arguments, argument, "again.json"], tmp_path) == ("/nvme/a", "/nvme/b")
 

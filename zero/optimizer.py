@@ -426,8 +426,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         was_open = self.speculation.is_open
         if was_open:
             self.forget_started()  # waits: the thread may still write the values that are restored next
-            self.counts.uncount()
             self.speculation.roll_back()
+            self.counts.uncount()  # after it: an interrupted roll-back stays open, and the next call ends it
         return was_open
 
     # -- what it keeps --------------------------------------------------------------------------------------------

@@ -182,7 +182,8 @@ class Speculation:
     def roll_back(self) -> None:
         """Restore all kept values, the last first."""
         while self._old:
-            self._old.pop().restore()
+            self._old[-1].restore()
+            self._old.pop()  # only now: after an error the next call restores it
         self.is_open = False
 
     def forget(self) -> None:

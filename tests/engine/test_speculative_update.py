@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowtide.engine.step import step_update
 from lowtide.engine.step.step_sums import Clipping, NonFiniteGradientError, SummedStep
 from lowtide.kernels.exact_sum import NUM_LIMBS
+from lowtide.zero.versions import ParameterVersions
 from tests.kernels.exact import to_limbs
 from tests.kit import models
 from tests.kit.models import FEATURES, Explodes, mlp, tiny_gpt, token_batch, vector_batch
@@ -80,6 +81,20 @@ def test_a_float16_overflow_leaves_everything_as_it_was(tmp_path: Path) -> None:
 
 def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:
     return (torch.randn(rows, FEATURES, generator=torch.Generator().manual_seed(step)),)
+
+
+def test_an_interrupted_roll_back_leaves_everything_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    case = Case(mlp, vector_batch, clip=1e-3)
+    whole = train(case)
+    with start(speculative(case, tmp_path, "cpu")) as engine:
+        monkeypatch.setattr(ParameterVersions, "put", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            take_step(engine, case, 0)
+        assert [take_step(engine, case, step).loss.item() for step in range(case.steps)] == whole.losses
 
 
 @on_ranks(2)

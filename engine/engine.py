@@ -199,11 +199,12 @@ class Engine(ModuleFacade):
         try:
             with self._mesh.error_broadcast.passes():
                 self._runner.train(self._steps, batch)
-        except BaseException:
+            return self._step()
+        except BaseException as error:
             # Also for errors in forwards, loaders and features: only errors in backwards reach `abort_backward`.
-            self._steps.forget()
+            if self.is_open:  # else `_step` has closed the engine after the update
+                self._steps.forget(error=error)
             raise
-        return self._step()
 
     @exclusive
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

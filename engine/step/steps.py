@@ -437,9 +437,9 @@ class Steps:
             feature("engine.step()", Access.CHANGES)
         try:
             self._end(number, by_hand)
-        except BaseException:
+        except BaseException as error:
             # Also after an error of the update itself, such as full memory: else the next step would add to this one.
-            self.forget()
+            self.forget(error=error)
             raise
 
     def _end(self, number: int, by_hand: bool) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import lowtide
 from tests.kit import models
 from tests.kit.ranks import on_ranks
-from tests.kit.training import Case, Outcome, assert_alike, refusal, settings, start, train, train_plainly
+from tests.kit.training import Case, Outcome, assert_alike, refusal, settings, start, take_step, train, train_plainly
 
 CASE = Case(models.mlp, models.vector_batch, accumulation=3, clip=0.05)
 Pair = namedtuple("Pair", ["x", "y"])
@@ -50,6 +51,15 @@ def test_the_classic_form_and_an_iterator_equal_train_step() -> None:
     for stage in (0, 1, 2, 3):
         case = CASE.at(stage, config={"bf16": {"enabled": stage in (1, 3)}})
         assert_alike([train(case), train(case, classic), from_iterator(case)], case)
+
+
+def test_an_interrupt_before_the_update_leaves_no_gradients() -> None:
+    case = Case(models.mlp, models.vector_batch)
+    whole = train(case)
+    with start(case) as engine:
+        with patch.object(engine._steps, "end", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            take_step(engine, case, 0)
+        assert [take_step(engine, case, step).grad_norm.item() for step in range(case.steps)] == whole.norms
 
 
 class Checked(models.Mlp):

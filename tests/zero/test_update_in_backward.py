@@ -3,6 +3,7 @@
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,3 +86,12 @@ def test_parameters_that_are_updated_in_part_are_not_used_until_a_load(stage: in
             assert refusal(ask, kind=StateError) == text
         engine.load_checkpoint(tmp_path)
         assert [take_step(engine, case, step).loss.item() for step in (1, 2)] == whole.losses[1:]
+
+
+def test_an_interrupt_between_the_update_and_the_end_of_the_step_is_an_update_in_part() -> None:
+    case = Case(models.mlp, models.vector_batch, config=IN_BACKWARD)
+    with trained(case, 1) as engine:
+        interrupt = patch.object(engine._steps._passes, "await_others", side_effect=KeyboardInterrupt)
+        with interrupt, pytest.raises(KeyboardInterrupt):
+            take_step(engine, case, 1)
+        assert "had updated some parameters" in refusal(take_step, engine, case, 1, kind=StateError)

@@ -136,11 +136,20 @@ class CheckpointFolder:
         return self.path / (_SAVING + tag)
 
     def begin(self, tag: str) -> Path:
-        """Make an empty folder to write into, and clear leftovers of dead jobs. Raises OSError."""
+        """Make an empty folder to write into, and clear leftovers of dead jobs.
+
+        Raises OSError, also if a living process of this host writes the tag: two writers would mix their files.
+        """
         check_tag(tag)
         self.path.mkdir(parents=True, exist_ok=True)
         self._clear_remains()
         target = self.saving_folder(tag)
+        writer = _writer_of(self._owner_of(tag))
+        if writer is not None and writer.is_another:
+            raise FileExistsError(
+                f"{self.path}: expected a folder for this run alone, found that process {writer.pid} saves '{tag}' "
+                "into it now; give each run a folder or a tag of its own"
+            )
         # Whoever left it: the owner of a job on another host cannot be judged, and this job saves the tag anew.
         shutil.rmtree(target, ignore_errors=True)
         try:
@@ -300,11 +309,18 @@ class CheckpointFolder:
 
 def _is_abandoned(owner: Path, saving: Path) -> bool:
     """Return True if the owner is known to be gone, or died before it wrote anything."""
+    writer = _writer_of(owner)
+    # Without a readable owner, a folder may be in use. Without a folder nothing can be lost.
+    return not saving.exists() if writer is None else writer.is_dead
+
+
+def _writer_of(owner: Path) -> WritingProcess | None:
+    """Read the process in the file of an owner. None without a readable owner."""
     try:
-        return bool(WritingProcess.parse(json.loads(read_regular(owner))).is_dead)
-    except (ValueError, RecursionError):
-        # Without a readable owner, a folder may be in use. Without a folder nothing can be lost.
-        return not saving.exists()
+        writer: WritingProcess = WritingProcess.parse(json.loads(read_regular(owner)))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    return writer
 
 
 @contextlib.contextmanager
@@ -341,6 +357,11 @@ class WritingProcess(FileContent):
             return found.create_time() != self.started or found.status() == psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, ValueError, OverflowError):
             return True
+
+    @property
+    def is_another(self) -> bool:
+        """True if it is known to be another living process of this host."""
+        return bool(self.host) and self.host == _host() and not self.is_dead and self != WritingProcess.this()
 
 
 def _host() -> str:

@@ -151,6 +151,18 @@ def test_what_a_dead_job_was_writing_is_cleared_and_that_of_a_living_one_is_not(
     }
 
 
+def test_a_tag_that_another_living_process_saves_is_refused(tmp_path: Path) -> None:
+    other = psutil.Process(os.getppid())
+    target, this = save(tmp_path, "a", 1), WritingProcess.this()
+    target.begin("a")  # an interrupted save of this process is none of another
+    owner = WritingProcess(host=this.host, pid=other.pid, started=other.create_time())
+    (tmp_path / ".owner-a").write_text(owner.model_dump_json())
+    text = refusal(target.begin, "a", kind=FileExistsError)
+    assert f"found that process {other.pid} saves 'a' into it now; give each run a folder or a tag of its own" in text
+    target.begin("b")
+    assert target.saving_folder("a").exists()
+
+
 @pytest.mark.parametrize("content", ["", '{"host": "x'])
 def test_an_owner_that_died_before_it_made_its_folder_is_cleared(tmp_path: Path, content: str) -> None:
     (tmp_path / ".owner-a").write_text(content)

@@ -51,8 +51,8 @@ class OffloadedStates(StepFeature):
             raise ValueError(f"{what}: expected some of {', '.join(_KINDS)} in include, found {unknown[0]!r}")
         if include is not None and _PARAMETERS in asked and not any(group.frees_memory for group in groups):
             raise ValueError(
-                f"{what}: expected parameters that are freed after use (stage 3 over several ranks), found all of "
-                "them kept on the device; leave 'parameters' out"
+                f"{what}: expected parameters that are freed after use (stage 3 over several ranks that share no "
+                "memory), found all of them kept on the device; leave 'parameters' out"
             )
         steps.check_between(what)
         device = parts.mesh.world.device

@@ -154,7 +154,7 @@ def refused(kinds: list[str], stage: int) -> str:
         (
             ["parameters"],
             2,
-            "expected parameters that are freed after use (stage 3 over several ranks), found",
+            "expected parameters that are freed after use (stage 3 over several ranks that share no memory), found",
         ),
     ],
 )

@@ -32,7 +32,7 @@ class AdapterFile:
     """An adapter as a folder has it."""
 
     folder: str  # within the export; "" for a single adapter, and for PEFT's "default"
-    names: Mapping[str, str]  # parameter name in the model -> in the file
+    names: Mapping[str, str]  # name in the file -> parameter name in the model; PEFT reads tied modules by each name
     model_files: Mapping[str, Any] = field(default_factory=dict)  # name -> JSON content
 
 
@@ -73,7 +73,7 @@ def _peft_file(state: NamedState, adapter: str, config: Any) -> AdapterFile:
             f"{computed[0]}, which PEFT computes; save it from engine.state_dict()"
         )
     prefix = "" if isinstance(module, peft.PeftModel) else _WRAPPED  # add_adapter of transformers wraps nothing
-    names = {name_of[id(value)]: prefix + name for name, value in found.items()}
+    names = {prefix + name: name_of[id(value)] for name, value in found.items()}
     return AdapterFile("" if adapter == "default" else adapter, names, {_CONFIG: _content_of(config, module)})
 
 

@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -66,7 +67,7 @@ def export_adapters(
     with all_or_none(world, f"export to {display_path(folder)}"):
         place = folder_path(folder)
     for file in files:
-        plan = WeightsPlan.of_one(FILE, {new: tensors[name] for name, new in file.names.items()})
+        plan = WeightsPlan.of_one(FILE, {new: tensors[name] for new, name in file.names.items()})
         write = partial(_write, plan=plan, state=state, dtype=wanted, names=file.names)
         _export(world, place / file.folder, plan, partial(dict, file.model_files), write)
 
@@ -328,13 +329,16 @@ def _write(
 ) -> None:
     """Write this rank's part of all files, in file order; a rank of each stage writes its buffers.
 
-    names: name of each written tensor -> name in the files; None: all tensors, under their names.
+    names: name in the files -> name of the tensor; None: all tensors, under their names.
     """
     chunk_views = state.weights(rounded=dtype is None, saves=True)
     if state.holds_buffers:
         chunk_views += [_whole(name, buffer) for name, buffer in state.buffers().items()]
     if names is not None:
-        chunk_views = _named(chunk_views, names)
+        views: defaultdict[str, list[ChunkView]] = defaultdict(list)
+        for one in chunk_views:
+            views[one.name].append(one)
+        chunk_views = [replace(one, name=new) for new, name in names.items() for one in views[name]]
     places = plan.places
     # In file order, so that each file is written from front to back.
     chunk_views.sort(key=lambda one: (places[one.name].file, places[one.name].offset, one.start))

@@ -252,6 +252,25 @@ def test_peft_loads_adapters_that_transformers_has_put_on(ranks: RankPool, tmp_p
     check_exports(ranks, [inside], 3, tmp_path)
 
 
+def test_peft_loads_tied_modules_that_are_trained(tmp_path: Path) -> None:
+    """Their parameter is in the file under the names of both."""
+
+    def tied() -> Any:
+        return small("LlamaForCausalLM", tie_word_embeddings=True)
+
+    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    with engine_of(lambda: lora(tied(), **config), 0) as engine:
+        run(engine, 0, 1)
+        engine.export(tmp_path, adapters_only=True)
+        with torch.no_grad():
+            expected = engine.eval()(input_ids=tokens(5)).logits
+    torch.manual_seed(0)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        model = peft.PeftModel.from_pretrained(tied(), tmp_path).eval()
+        torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected)
+
+
 def test_a_merged_model_is_an_ordinary_one(ranks: RankPool, tmp_path: Path) -> None:
     config = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
     outputs = ranks(2, export_all, [with_head, with_dora], 3, str(tmp_path), config, merged=True)[0]

@@ -238,18 +238,20 @@ def make_gradients_in_place(sequence: UnitSequence, modules: Iterable[nn.Module]
 def _is_in_method(modules: Collection[int]) -> bool:
     """Whether the caller is in a method that a class of these modules defines, except methods that every module has.
 
-    All ranks call these methods, but a single rank may print a value or ask for a `state_dict`.
+    All ranks call these methods, but a single rank may print a value or ask for a `state_dict`. A merge of adapters
+    does not count: it writes to weights, and gathered values are dropped later.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         # The name is checked first, as `f_locals` builds a dictionary of all variables of the frame.
         if frame.f_code.co_varnames[:1] == ("self",) and id(frame.f_locals.get("self")) in modules:
             of_all = frame.f_code.co_filename == nn.Module.forward.__code__.co_filename
-            return not of_all or frame.f_code in _CALLS
+            return frame.f_code.co_name not in _MERGES and (not of_all or frame.f_code in _CALLS)
         frame = frame.f_back
     return False
 
 
+_MERGES = ("merge", "unmerge", "get_delta_weight")  # of PEFT's layers
 _CALLS = (nn.Module._call_impl.__code__, nn.Module._wrapped_call_impl.__code__)
 
 

@@ -15,6 +15,7 @@ from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.comm import World
 from lowtide.engine.archive.frozen import digest_of
 from lowtide.zero.group import ShardedGroup
+from lowtide.zero.released import ReleasedParameterError
 from tests.engine.adapted import (
     ByHand,
     base,
@@ -292,6 +293,13 @@ def test_training_goes_on_after_a_merged_export(tmp_path: Path) -> None:
                 engine.export(tmp_path, merged=True)
             found.append(losses + run(engine, 1, 2))
     assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_peft_merges_no_weights_that_are_dropped_later() -> None:
+    with engine_of(lora, 3, **SOCKETS) as engine:
+        text = refusal(engine.module.merge_and_unload, kind=ReleasedParameterError)
+    assert "engine.export(folder) on all ranks" in text
 
 
 def test_what_was_trained_of_a_model_by_hand_is_exported_and_a_base_beside_it_stays(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, cast
 
@@ -51,6 +51,7 @@ class OptimizerPlan:
     factory: OptimizerFactory | None  # makes the caller's class, if no rule is equivalent
     masters: MasterWeights = MasterWeights.WIDER
     seed: int = 0  # of random rounding without master weights
+    num_stepped: int = 0  # parameters with states of the caller's optimizer, which stay there
 
     @classmethod
     def of(cls, config: Config, module: nn.Module, choice: OptimizerChoice) -> OptimizerPlan:
@@ -87,7 +88,9 @@ class OptimizerPlan:
             own = choice if isinstance(choice, torch.optim.Optimizer) else make(trained)
             _check_by_element(own)
             _check_members(own, params)
-            return cls._like(own, backend, masters, seed)
+            # Adagrad has states before its first step.
+            num_stepped = sum(bool(state) and float(state.get("step", 1)) > 0 for state in own.state.values())
+            return replace(cls._like(own, backend, masters, seed), num_stepped=num_stepped)
         assert config.optimizer is not None
         options, record = config.optimizer.options, OPTIMIZERS[config.optimizer.type]
         param_groups: list[dict[str, Any]] = [{"params": trained, **options}]
@@ -136,14 +139,21 @@ class OptimizerPlan:
         return Role.LEFT_OUT if param.requires_grad and self.trains else Role.FROZEN
 
     def notes(self, module: nn.Module) -> list[str]:
-        """Return notes on frozen parameters in the optimizer's groups."""
+        """Return notes on states of the caller's optimizer, and on frozen parameters in its groups."""
+        notes = []
+        if self.num_stepped:
+            notes.append(
+                f"optimizer: its states of {self.num_stepped} parameters have no effect, and begin anew; save and load "
+                "states with engine.save_checkpoint and engine.load_checkpoint"
+            )
         frozen = [p for p in module.parameters() if not p.requires_grad and self.role_of(p) is Role.UPDATED]
         if not frozen:
-            return []
+            return notes
         numel = sum(param.numel() for param in frozen)
         return [
+            *notes,
             f"optimizer: {len(frozen)} of its parameters ({numel:,} elements) are frozen. Their gradients and states "
-            "take memory, so that requires_grad_(True) works later; leave out parameters that stay frozen"
+            "take memory, so that requires_grad_(True) works later; leave out parameters that stay frozen",
         ]
 
     def check_states(self, groups: Sequence[GroupPlan]) -> None:

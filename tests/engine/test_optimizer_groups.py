@@ -431,6 +431,20 @@ def test_what_frozen_members_cost_is_told() -> None:
     assert found[1] == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "num_steps", "num_told"), [("AdamW", 1, 2), ("AdamW", 0, 0), ("SGD", 1, 2), ("Adagrad", 0, 0)]
+)
+def test_states_that_begin_anew_are_told(kind: str, num_steps: int, num_told: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), **({"momentum": 0.9} if kind == "SGD" else {}))
+    for _ in range(num_steps):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    told = OptimizerPlan.of(Config.load({}), model, optimizer).notes(model)
+    words = f"optimizer: its states of {num_told} parameters have no effect, and begin anew; save and load"
+    assert [note.startswith(words) for note in told] == ([True] if num_told else [])
+
+
 def test_parameters_of_another_model_are_refused() -> None:
     model, other = models.mlp(), models.Mlp()
     words = "optimizer: expected parameters of the model (10), found 11 parameters, 1 of them not in the model"

@@ -744,7 +744,8 @@ class Engine(ModuleFacade):
         """
         self._steps.forget()
         with self._steps.apart(Activity.LOADING, Access.REPLACES):
-            loaded = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler)
+            begin = self._steps.update.begin_load
+            loaded = self._archive.checkpoints.load(folder, tag, self.client_state, self.lr_scheduler, begin)
             training, config, client_state = loaded
             self._state.restore(training, config)
         for feature in self._features.after_load:

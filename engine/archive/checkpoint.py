@@ -184,13 +184,19 @@ class Checkpointer:
     # -- loading --------------------------------------------------------------------------------------------------
 
     def load(
-        self, folder: str | os.PathLike[str], tag: str | None, registered: Mapping[str, Any], scheduler: Any
+        self,
+        folder: str | os.PathLike[str],
+        tag: str | None,
+        registered: Mapping[str, Any],
+        scheduler: Any,
+        begin: Callable[[], None],
     ) -> tuple[Any, Mapping[str, Any], dict[str, Any]]:
         """Load parameters, optimizer states and random states. Returns (training as of `save`, config, client state).
 
         registered: the caller's client state. Its objects with a `load_state_dict`, and the scheduler, load their
-        states before anything else changes; if a rank fails, they get their present states back. Raises
-        NoCheckpointError without a checkpoint, CheckpointError if it is damaged or of another model.
+        states before anything else changes; if a rank fails, they get their present states back. begin: called before
+        parameters and states change, which cannot be undone. Raises NoCheckpointError without a checkpoint,
+        CheckpointError if it is damaged or of another model.
         """
         self.wait()
         target, tag, other = self._find(folder, tag)
@@ -217,9 +223,10 @@ class Checkpointer:
             faults = self._frozen.faults(checkpoint.manifest.left_out)
             if faults:
                 raise CheckpointError(f"{what}: {faults[0]}. {hint}Nothing was changed.")
-        except CheckpointError:
+        except BaseException:
             undo.close()
             raise
+        begin()
         changed = "Parameters were read in part: load another checkpoint before you train on."
         in_it = [name for name in self._frozen.infos if name in weights.tensors]
         # `note_read` compares with these: values that only this checkpoint has must be in the next checkpoint too.

@@ -28,6 +28,10 @@ _CUT_SHORT = (
     "engine.step(): an error interrupted this update, so some parameters may be updated and others not; continue from "
     "a checkpoint (engine.load_checkpoint), or start again"
 )
+_LOADED_IN_PART = (
+    "engine.load_checkpoint(): an error interrupted the load, so some values may be those of the checkpoint and others "
+    "not; load a checkpoint, or start again"
+)
 
 
 class StepUpdate:
@@ -230,6 +234,10 @@ class StepUpdate:
             )
             self._optimizer.thread.end()
         raise OffloadError(self._failure) from error
+
+    def begin_load(self) -> None:
+        """Set a `fault` that stays if the load of a checkpoint does not reach its end, and `forget_failure`."""
+        self.fault = _LOADED_IN_PART
 
     def forget_failure(self) -> None:
         """Forget a failure or fault, since all that an update writes was loaded again."""

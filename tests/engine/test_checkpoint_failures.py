@@ -7,6 +7,7 @@ import random
 import resource
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,6 +21,7 @@ import lowtide
 from lowtide.checkpoint import folder as folder_module, index as index_module
 from lowtide.checkpoint.files import MANIFEST, CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.zero.sequence import StateError
 from tests.checkpoint.making import put, resign
 from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on
 from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
@@ -110,6 +112,10 @@ def cut(content: bytes) -> bytes:
 
 
 UNCHANGED, CHANGED = "Nothing was changed.", "Parameters were read in part: load another checkpoint"
+IN_PART = (
+    "engine.load_checkpoint(): an error interrupted the load, so some values may be those of the checkpoint and others "
+    "not; load a checkpoint, or start again"
+)
 DAMAGES: list[tuple[str, Callable[[bytes], bytes], str, str]] = [
     ("__1_0.distcp", cut, "the file is truncated", UNCHANGED),
     ("__1_0.distcp", flip, "(the checksum differs): the file is altered", CHANGED),
@@ -139,6 +145,9 @@ def test_damage_is_named_on_every_rank_and_the_other_checkpoint_offered(tmp_path
                     text = refusal(engine.load_checkpoint, tmp_path, kind=CheckpointError)
                     assert text.startswith(f"loading checkpoint 'good1' from {tmp_path} failed on "), text
                     assert f"{path}: expected " in text and words in text and offer + end in text, text
+                    if end == CHANGED:
+                        for call in (partial(run_steps, engine, DEEP, 0, 1), partial(engine.save_checkpoint, tmp_path)):
+                            assert refusal(call, kind=StateError) == IN_PART
                     engine.load_checkpoint(tmp_path, tag="good0")
                     run_steps(engine, DEEP, engine.global_step, 1)
                     assert engine.global_step == 2

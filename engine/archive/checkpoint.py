@@ -216,6 +216,7 @@ class Checkpointer:
                 own_state = checkpoint.own_state(self._rank_of_origin(checkpoint))
                 own_client_state = read_client_state(own_state)
                 random = read_random_state(own_state["random"], self._world.device)
+                were_trained = {name for names in training["learning_rates"].get("members") or () for name in names}
                 fitted = check_fits(checkpoint, training, scalars, self._named, self._optimizer, scheduler)
                 training, scalars = fitted
                 load_states(registered, own_client_state, undo)
@@ -248,6 +249,9 @@ class Checkpointer:
         self._restore_averages(training["averages"])
         if training.get("outer") is not None and not self._world.rank:
             logger.warning("%s", _ISLAND_LEFT)
+        frozen = sorted(were_trained - {name for names in self._named.option_groups for name in names})
+        if frozen and not self._world.rank:
+            logger.warning(_NOW_FROZEN, frozen[0], f" and {len(frozen) - 1} more" if frozen[1:] else "")
         self._restore_random(checkpoint, random)
         logger.info("checkpoint '%s' (step %d) loaded from %s", tag, checkpoint.manifest.step, target.path)
         return training, checkpoint.manifest.config, own_client_state
@@ -430,6 +434,10 @@ _AVERAGES_LEFT = (
 _ISLAND_LEFT = (
     "the checkpoint is of an island, a feature of earlier versions: its parameters and states are loaded, the state "
     "that islands shared is not"
+)
+_NOW_FROZEN = (
+    "parameters that the checkpoint has trained are in no parameter group here: '%s'%s. They keep the loaded values, "
+    "and their optimizer states are dropped. To train them on, call engine.add_param_group before the load"
 )
 _AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they restart from the loaded weights"
 

@@ -88,7 +88,7 @@ class Unfrozen(Frozen):
     def change(self) -> None: ...
 
 
-def test_parameters_may_be_frozen_after_a_checkpoint(tmp_path: Path) -> None:
+def test_parameters_may_be_frozen_after_a_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     case = Case(Frozen, vector_batch_float64)
     save_and_go_on(Case(Unfrozen, vector_batch_float64), tmp_path, 1, "a")
     with engine_for(case, 1) as engine:
@@ -96,6 +96,8 @@ def test_parameters_may_be_frozen_after_a_checkpoint(tmp_path: Path) -> None:
         before = engine.module.get_parameter("layers.0.weight").detach().clone()
         run_steps(engine, case, 2, 2)
         assert torch.equal(engine.module.get_parameter("layers.0.weight"), before)
+    told = "has trained are in no parameter group here: 'first.bias' and 3 more. They keep the loaded values"
+    assert told in caplog.text and "call engine.add_param_group before the load" in caplog.text
 
 
 # -- what does not ---------------------------------------------------------------------------------------------------

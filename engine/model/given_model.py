@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...comm import World
 from ...model.patches import ModelPatches
@@ -197,6 +198,13 @@ def check_model(module: nn.Module) -> None:
         raise ValueError(
             f"model: expected parameters with values, found that an earlier engine released '{released[0]}'; "
             "build the model again, or pass initialize the callable that builds it"
+        )
+    wrapped = [(name, param) for name, param in params if is_traceable_wrapper_subclass(param)]
+    if wrapped:
+        name, param = wrapped[0]
+        raise ValueError(
+            f"model: expected parameters with plain values, found '{name}' of class {type(param).__name__}; a flat "
+            "buffer cannot hold it: pass initialize the model before it is quantized or distributed"
         )
     complex_names = [name for name, param in params if param.is_complex()]
     if complex_names:

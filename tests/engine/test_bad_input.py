@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
@@ -53,6 +54,12 @@ class Widened(Net):
 
 def frozen() -> nn.Module:
     return Net().requires_grad_(False)
+
+
+def quantized() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=False)
+    return linear
 
 
 def with_shared_memory() -> nn.Module:
@@ -133,6 +140,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: initialize(nn.Linear(4, 1, dtype=torch.complex64)),
         "ValueError: model: expected real parameters, found complex parameters weight, bias; store them as a real "
         "tensor with a last dimension of 2 and use torch.view_as_complex in forward",
+    ),
+    "quantized parameters": (
+        lambda: initialize(quantized()),
+        "ValueError: model: expected parameters with plain values, found 'weight' of class TwoTensor; a flat buffer "
+        "cannot hold it: pass initialize the model before it is quantized or distributed",
     ),
     "two parameters with the same memory": (
         lambda: initialize(with_shared_memory()),

@@ -138,6 +138,10 @@ def other_defaults(raw: dict[str, object], config: Any) -> list[str]:
     if not _is_for_deepspeed(raw, paths):
         return []
     theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (config.gradient_clipping, 1.0)}
+    for name in _DTYPES:
+        section = getattr(config, name)
+        if section.enabled:
+            theirs[f"{name}.auto_cast"] = (section.auto_cast, False)
     optimizer, scheduler = config.optimizer, config.scheduler
     if optimizer is not None:
         for key, value in _their_params(raw, optimizer.type).items():

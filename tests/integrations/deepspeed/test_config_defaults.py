@@ -27,7 +27,7 @@ def test_each_such_key_has_one_note_when_the_file_is_loaded(tmp_path: Path) -> N
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}, "optimizer": {"type": "AdamW"}}))
     config = Config.load(path)
-    assert config.notes == config.resolve(4).notes == (CLIPPING, DECAY)
+    assert config.notes == config.resolve(4).notes == (CLIPPING, note("fp16.auto_cast", "true", "false"), DECAY)
     assert config.gradient_clipping == 0 and config.optimizer is not None
     assert config.optimizer.options["weight_decay"] == 0.01
 
@@ -45,7 +45,7 @@ def test_a_decaying_schedule_that_leaves_its_peak_out_has_a_note() -> None:
     "values",
     [
         {"train_batch_size": 8},
-        {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+        {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}},
         {"zero_optimization": {"stage": 3, "overlap_comm": True}},
         {"zero_optimization": {"cpu_offload": True}},
         {"wall_clock_breakdown": False, "seed": 3, "kernels": {"backend": "auto"}},

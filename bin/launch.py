@@ -64,7 +64,8 @@ def parser() -> argparse.ArgumentParser:
     _add_ranks(result.add_argument_group("ranks"))
     _add_failure(result.add_argument_group("failures"))
     result.add_argument("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-    result.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
+    rest = result.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
+    rest.required = False  # argparse names a remainder among the missing arguments
     return result
 
 

@@ -352,5 +352,5 @@ def parser() -> Parser:
     add("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     add("config", metavar="CONFIG", help="a JSON file or a preset; its values override those that the script passes")
     add("script", metavar="SCRIPT", help="a Python file, or a module with -m")
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script")
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="passed to the script").required = False
     return result

@@ -37,7 +37,7 @@ def within_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--lost-after 1 FILE", "--lost-after must be at least 2 seconds"),
         ("--min-hosts 3 --max-hosts 2 FILE", "--min-hosts (3) must not be more than --max-hosts (2)"),
         ("--hosts a:2 --hostfile b FILE", "remove either"),
-        ("--nproc 1", "the following arguments are required: SCRIPT"),
+        ("--nproc 1", "the following arguments are required: SCRIPT\n"),
     ],
 )
 def test_a_wrong_command_line_is_explained(arguments: str, text: str, capsys: pytest.CaptureFixture[str]) -> None:

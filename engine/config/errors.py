@@ -8,7 +8,7 @@ import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar, Literal
 
 from ...configs.section import Bool, Section
@@ -88,7 +88,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     # A key may have megabytes. difflib would index each of its characters.
     if len(word) > 2 * max(map(len, by_lower), default=0):
         return ""
-    nearest = difflib.get_close_matches(word.lower(), by_lower, n=1)
+    # First with a high cutoff: difflib then compares few of the words letter by letter.
+    near = partial(difflib.get_close_matches, word.lower(), by_lower, n=1)
+    nearest = near(cutoff=0.85) or near()
     return f'; did you mean "{by_lower[nearest[0]]}"?' if nearest else ""
 
 

@@ -73,7 +73,7 @@ class FileStore:
         self._of_thread = threading.local()
         self._regions = FileSpace(ALIGNMENT_BYTES)
         self._entries: dict[str, _Entry] = {}
-        self._running: set[Future[None]] = set()
+        self._running: list[Future[None]] = []  # and perhaps some that are done
         # Reentrant: `save` calls `drop`, and a callback may run at once.
         self._lock = threading.RLock()
         self._is_closed = False
@@ -128,8 +128,7 @@ class FileStore:
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            running = list(self._running)
-        wait(running)
+        wait(self._running)
         self._threads.shutdown()
         self._entries.clear()
         self._file.close()
@@ -147,8 +146,8 @@ class FileStore:
         """Submit every block of the key, after its earlier transfers."""
         request = _Request(values, len(entry.checksums))
         previous, entry.last = entry.last, request.done
-        self._running.add(request.done)
-        request.done.add_done_callback(self._forget)
+        # No callback of `done` removes it: a store in a cycle would keep its file until the next garbage collection.
+        self._running = [done for done in self._running if not done.done()] + [request.done]
         previous.add_done_callback(lambda _: self._submit(entry, request, verb))
         return Transfer(request.done.done, request.done.result)
 
@@ -237,10 +236,6 @@ class FileStore:
     def _give_region(self, entry: _Entry, done: Future[None]) -> None:
         with self._lock:
             self._regions.give(entry.offset, entry.nbytes)
-
-    def _forget(self, done: Future[None]) -> None:
-        with self._lock:
-            self._running.discard(done)
 
 
 @dataclass(eq=False)

@@ -168,7 +168,7 @@ LIMIT = ("--step-limit", "1.5")
 STACKS = ["Python stacks of rank 0:", "Python stacks of rank 1:", "in where_it_hangs"]
 SAYS = ["rank 0: step 12, forward of layers.7: waiting in gather of layers.7", "rank 1: step 12, data loading for "]
 SAYS += ["lowtide launch: no step for ", "rank 0 waits for rank 1."]
-STOPPED = "2 ranks finished no step in time; all ranks were stopped"
+STOPPED = "finished no step in time; all ranks were stopped"  # 1 rank or 2, as they begin
 
 
 @pytest.mark.parametrize(

@@ -35,16 +35,16 @@ _ATTENTION = re.compile("att(entio)?n", re.IGNORECASE)
 class RegionBlock:
     """A block of a stack, and the modules in it that get all tokens.
 
-    wholes: modules that hold column splits. A row split in them or behind them returns a part of the tokens.
-    alike: modules without a row split. All ranks compute the same, and each keeps its part of the output.
+    split_modules: modules that hold column splits. A row split in them or behind them returns a part of the tokens.
+    replicated: modules without a row split. All ranks compute the same, and each keeps its part of the output.
     common: the modules of both kinds in which all ranks have the same columns, so that they must draw the same random
     numbers.
     """
 
     name: str
     module: nn.Module
-    wholes: tuple[nn.Module, ...]
-    alike: tuple[nn.Module, ...] = ()
+    split_modules: tuple[nn.Module, ...]
+    replicated: tuple[nn.Module, ...] = ()
     common: tuple[nn.Module, ...] = ()
 
 
@@ -75,11 +75,11 @@ def find_regions(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[Sequen
         givers = {id(parents[id(one)]): parents[id(one)] for one in columns if id(one) in inner}
         # A block keeps its part even if it holds columns itself: its norms and residuals act on parts.
         givers = {key: one for key, one in givers.items() if one is not module and not _is_mlp(one, own | rows)}
-        wholes = tuple(one for one in givers.values() if _has(one, own | rows))
-        alike = [one for one in givers.values() if not _has(one, own | rows)]
-        alike += [one for one in _attentions(module) if not _has(one, {*map(id, columns)} | rows)]
-        common = tuple(one for one in wholes if not _has(one, own)) + tuple(alike)
-        found.setdefault(id(parent), []).append(RegionBlock(name, module, wholes, tuple(alike), common))
+        split_modules = tuple(one for one in givers.values() if _has(one, own | rows))
+        replicated = [one for one in givers.values() if not _has(one, own | rows)]
+        replicated += [one for one in _attentions(module) if not _has(one, {*map(id, columns)} | rows)]
+        common = tuple(one for one in split_modules if not _has(one, own)) + tuple(replicated)
+        found.setdefault(id(parent), []).append(RegionBlock(name, module, split_modules, tuple(replicated), common))
     if not found:
         raise ValueError(
             f"{_KEY}: expected blocks in a ModuleList with row-split layers in them, found none in "
@@ -129,7 +129,7 @@ def splits_of_parts(
     found = []
     blocks = [block for stack in regions for block in stack.blocks]
     for block in blocks:
-        given_all = {id(part) for module in (*block.wholes, *block.alike) for part in module.modules()}
+        given_all = {id(part) for module in (*block.split_modules, *block.replicated) for part in module.modules()}
         for name, module in block.module.named_modules(prefix=block.name):
             # A row split is given all tokens, but its bias is added to a part of them.
             if id(module) in given_all and id(module) not in rows:

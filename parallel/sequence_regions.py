@@ -53,11 +53,11 @@ class _Stream:
 
 @dataclass(frozen=True)
 class _Call:
-    """A block that runs now. wholes: identities of its further inputs."""
+    """A block that runs now. further_inputs: their identities; the first input is not among them."""
 
     length: int
     tokens: torch.Size  # shape of a part, without its width
-    wholes: frozenset[int]
+    further_inputs: frozenset[int]
 
 
 class SequenceParallelRegions:
@@ -95,13 +95,13 @@ class SequenceParallelRegions:
                 is_last = index + 1 == len(stack.blocks)
                 run = partial(self._run, stream, block, index == 0, is_last, block.module.forward)
                 patches.override(block.module, "forward", run)
-                for module in (*block.wholes, *block.alike):
+                for module in (*block.split_modules, *block.replicated):
                     if id(module) not in tiled | self._tiled:
                         self._given_all |= {id(part) for part in module.modules()}
                         hook = module.register_forward_pre_hook(self._before_whole, with_kwargs=True)
                         patches.hook(hook)
-                for module in block.alike:
-                    patches.hook(module.register_forward_hook(partial(self._behind_alike, block)))
+                for module in block.replicated:
+                    patches.hook(module.register_forward_hook(partial(self._behind_replicated, block)))
                 for module in filter(draws, block.common):
                     randomness.draw_alike(module, partial(self._seed_of, stream), lambda: self.is_plain, patches)
                     self._draws_alike = True
@@ -297,9 +297,10 @@ class SequenceParallelRegions:
         self._tried.add(id(block.module))
 
     def _check_given_part(self, name: str, call: _Call, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor) and id(one) in call.wholes]
+        leaves = tree_leaves((args, kwargs))
+        given = [one for one in leaves if isinstance(one, Tensor) and id(one) in call.further_inputs]
         floating = [one for one in given if one.is_floating_point()]
-        if floating and len(floating) == len(tree_leaves((args, kwargs))):
+        if floating and len(floating) == len(leaves):
             raise ValueError(
                 f"parallel.tensor_sequence: '{name}': expected this rank's part of the tokens, found a further input "
                 f"of the block, {tuple(floating[0].shape)}, which is equal on all ranks; set it to false"
@@ -326,7 +327,7 @@ class SequenceParallelRegions:
 
         return tuple(map(given, range(len(args)), args)), {name: given(name, value) for name, value in kwargs.items()}
 
-    def _behind_alike(self, block: RegionBlock, module: nn.Module, args: Any, output: Any) -> Any:
+    def _behind_replicated(self, block: RegionBlock, module: nn.Module, args: Any, output: Any) -> Any:
         """Keep this rank's part of an output that all ranks have."""
         if self.is_plain:
             return None
@@ -345,7 +346,7 @@ class SequenceParallelRegions:
         if self._call is None:
             length = self._length_in_backward(value)
             return value.shape[-2] * self._exchange.size == self._padded(length) and at not in self._whole_inputs
-        if id(value) in self._call.wholes:
+        if id(value) in self._call.further_inputs:
             self._whole_inputs.add(at)
             return False
         return value.shape[:-1] == self._call.tokens

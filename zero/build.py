@@ -123,7 +123,7 @@ class GroupMemories:
         if bits is None or axis.size == 1:
             return Codec(axis, plan.reduce_dtype, parts)
         # Ranks with the same data and parameters, as along `tensor`, must draw alike: their copies would drift apart.
-        own = (*plan.sharding.summed, *plan.sharding.portioned)
+        own = (*plan.sharding.summed, *plan.sharding.partitioned)
         name = f"{plan.name} over {axis.name} from rank {parallel_dims.place(self._mesh.world.rank, own)}"
         return QuantizedCodec(axis, plan.reduce_dtype, bits, Rounding.of(self._seed, name, 0), self._num_steps, parts)
 

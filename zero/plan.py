@@ -226,7 +226,7 @@ class ParallelShard:
 
     tensor_shard: TensorShard
     copies: tuple[Replicas, ...] = ()
-    portioned: tuple[str, ...] = ()  # see `ShardingSpec`
+    partitioned: tuple[str, ...] = ()  # see `ShardingSpec`
 
     @classmethod
     def all_of(cls, param: Tensor) -> ParallelShard:
@@ -353,14 +353,14 @@ def _plan_groups(
     members: dict[Key, list[tuple[str, nn.Parameter]]] = {}
     for name, param in unit.params:
         share = share_of(param)
-        key = dtypes.of(param), role_of(param), share.copies, share.portioned, is_matrix(param)
+        key = dtypes.of(param), role_of(param), share.copies, share.partitioned, is_matrix(param)
         members.setdefault(key, []).append((name, param))
-    for (dtype, role, copies, portioned, has_matrices), params in members.items():
+    for (dtype, role, copies, partitioned, has_matrices), params in members.items():
         kind = f"{str(dtype).removeprefix('torch.')}{'' if role is Role.UPDATED else f', {role.value}'}"
         kind += "".join(f", on {replica.axis} {', '.join(map(str, replica.places))}" for replica in copies)
-        kind += "".join(f", split over {axis}" for axis in portioned)
+        kind += "".join(f", split over {axis}" for axis in partitioned)
         kind += ", matrices" if has_matrices else ""
-        own = replace(sharding.within(portioned), copies=(*unit.copies, *copies))
+        own = replace(sharding.within(partitioned), copies=(*unit.copies, *copies))
         yield plan_group(f"unit {unit.name} ({kind})", params, dtype, role, dtypes, own, parallel_dims, share_of)
 
 

@@ -39,7 +39,7 @@ class ShardingSpec:
     The table omits axes with one rank. hpZ (ZeRO++, arXiv 2306.10209, section 3.2): the ranks of a host hold all
     parameters between uses, and gathers stay within the host.
 
-    Ranks along `portioned` axes hold different parts of the same tensors, for example different experts, and see
+    Ranks along `partitioned` axes hold different parts of the same tensors, for example different experts, and see
     different data. The model itself exchanges activations between them.
 
     Ranks along `replicas` have summed the same gradient and hold the same states. Each counts a part of it in the norm,
@@ -50,7 +50,7 @@ class ShardingSpec:
     parameters: tuple[str, ...]  # parameters between uses: the first axes of `states`, or none if never freed
     summed: tuple[str, ...]  # the gradient: data differ along these axes
     copies: tuple[Replicas, ...] = ()
-    portioned: tuple[str, ...] = ()  # data and parts of tensors differ along these axes: experts
+    partitioned: tuple[str, ...] = ()  # data and parts of tensors differ along these axes: experts
     last: tuple[str, ...] = ()  # the axes of `states` that are summed last: between hosts
 
     def within(self, axes: tuple[str, ...]) -> ShardingSpec:
@@ -64,7 +64,7 @@ class ShardingSpec:
             states=without(self.states),
             parameters=without(self.parameters),
             summed=without(self.summed),
-            portioned=axes,
+            partitioned=axes,
             last=without(self.last),
         )
 

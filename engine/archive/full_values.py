@@ -170,14 +170,14 @@ class FullValues:
         self.make_copies_exact()
         # All ranks gather, though only the first keeps values, in host memory. A single group is full at a time.
         for group in self._groups:
-            exchange = self._mesh.exchange((*group.plan.sharding.portioned, *self._mesh.parallel_dims.layers))
+            exchange = self._mesh.exchange((*group.plan.sharding.partitioned, *self._mesh.parallel_dims.layers))
             was_sharded = group.sharded_state is not ShardedState.UNSHARDED
             group.gather()
             group.make_exact()
             for param_view, param in zip(group.layout.param_views, group.params, strict=True):
                 whole = param.detach()
                 # An expert of a list is whole on its rank, but the other ranks do not have it.
-                if group.plan.sharding.portioned or not param_view.tensor_shard.is_all:
+                if group.plan.sharding.partitioned or not param_view.tensor_shard.is_all:
                     whole = gather_whole(exchange, param_view.tensor_shard, whole, group.axes.is_first_of_layers)
                 if is_writer:
                     # `clone`: on the CPU `cpu()` returns the view of memory that is released next.

@@ -51,7 +51,7 @@ def shares_of(tensor: TensorPlan | None, experts: ExpertPlan | None, place_on: C
         if rows is None:
             return found
         # Experts are stacked along dimension 0.
-        return replace(found, tensor_shard=found.tensor_shard.cut(0, *rows), portioned=(EXPERT,))
+        return replace(found, tensor_shard=found.tensor_shard.cut(0, *rows), partitioned=(EXPERT,))
 
     return share
 

@@ -321,10 +321,10 @@ def elastic_batch(section: ElasticityConfig, data_size: int) -> Batch | Fault:
             return Fault("elasticity", "conflict", text)
         # Version 0.2 runs on any number of ranks: here with the largest multiple of a microbatch within the limit.
         limit = section.max_train_batch_size or 0
-        wholes = [limit // (micro * data_size) * micro * data_size for micro in micros]
+        batches = [limit // (micro * data_size) * micro * data_size for micro in micros]
         # 0: not even the smallest microbatch fits. The fault below says so.
-        wholes = [whole for whole in wholes if whole] or [0]
-        batch = max(wholes) if section.prefer_larger_batch else min(wholes)
+        batches = [size for size in batches if size] or [0]
+        batch = max(batches) if section.prefer_larger_batch else min(batches)
     share, rest = divmod(batch, data_size)
     micro = max((micro for micro in micros if share and not rest and share % micro == 0), default=0)
     if not micro:

@@ -108,13 +108,12 @@ def canonical_optimizer(section: dict[str, object]) -> tuple[dict[str, object] |
     if name in REMOVED:
         return None, [], [Fault("optimizer.type", "unsupported", f"{quoted(written)} was removed; {REMOVED[name]}")]
     if name not in OPTIMIZERS:
-        what = (
-            f"{quoted(written)} is not supported yet: {NOT_DONE[name]}"
-            if name in NOT_DONE
-            else f"unknown optimizer {quoted(written)}{did_you_mean(written, OPTIMIZERS)}"
-        )
-        fix = f"there is {', '.join(OPTIMIZERS)}; or pass your own elementwise torch optimizer class to initialize"
-        return None, [], [Fault("optimizer.type", "unsupported" if name in NOT_DONE else "value", f"{what}; {fix}")]
+        expected = f"expected {', '.join(OPTIMIZERS)}, or an elementwise torch optimizer class passed to initialize"
+        if name in NOT_DONE:
+            text = f"{quoted(written)} is not supported yet: {NOT_DONE[name]}; {expected}"
+            return None, [], [Fault("optimizer.type", "unsupported", text)]
+        text = f"unknown optimizer {quoted(written)}; {expected}{did_you_mean(written, OPTIMIZERS)}"
+        return None, [], [Fault("optimizer.type", "value", text)]
     params = section.get("params", {})
     if isinstance(params, dict) and OPTIMIZERS[name].sends_signs and "bias_correction" in params:
         why = "1-bit optimizers correct no moments, here and in DeepSpeed"

@@ -210,12 +210,11 @@ def canonical_scheduler(section: dict[str, object]) -> tuple[dict[str, object] |
         return None, [], [written]
     names = {name.lower(): name for name in SCHEDULERS}
     if written.lower() not in names:
+        expected = f"expected {', '.join(SCHEDULERS)}, or an lr_scheduler passed to initialize"
         reason = {name.lower(): why for name, why in NOT_BY_STEPS.items()}.get(written.lower())
-        what = (
-            f"{quoted(written)} is not supported yet: {reason}"
-            if reason is not None
-            else f"unknown scheduler {quoted(written)}{did_you_mean(written, SCHEDULERS)}"
-        )
-        fix = f"there is {', '.join(SCHEDULERS)}; or pass your own lr_scheduler to initialize"
-        return None, [], [Fault("scheduler.type", "value" if reason is None else "unsupported", f"{what}; {fix}")]
+        if reason is not None:
+            text = f"{quoted(written)} is not supported yet: {reason}; {expected}"
+            return None, [], [Fault("scheduler.type", "unsupported", text)]
+        text = f"unknown scheduler {quoted(written)}; {expected}{did_you_mean(written, SCHEDULERS)}"
+        return None, [], [Fault("scheduler.type", "value", text)]
     return {"params": {}, **section, "type": names[written.lower()]}, [], []

@@ -79,8 +79,8 @@ class StepGradients:
 
     def clip_without_data(self) -> None:
         """Take part in the `clip` of ranks with data, under `engine.join`."""
-        told = next(one for one in self._mesh.world.gather_objects(None) if one is not None)
-        self._clip(*told)
+        arguments = next(given for given in self._mesh.world.gather_objects(None) if given is not None)
+        self._clip(*arguments)
 
     # -- pieces of the calls above --------------------------------------------------------------------------------
 

@@ -449,10 +449,10 @@ class Steps:
         self.num_changes += 1
         for begin in self.features.before_update:
             begin()
-        told = [events() for events in self.features.events]
+        events_by_feature = [events() for events in self.features.events]
         # `has_failed` waits for this rank's background update, so that all ranks learn of a failure by the same sum.
         has_failed = self.update.timing is Timing.DELAYED and self.update.has_failed()
-        events = (has_failed, self.accumulated.lacks_loss, by_hand, *chain(*told))
+        events = (has_failed, self.accumulated.lacks_loss, by_hand, *chain(*events_by_feature))
         losses, what = self.accumulated.losses, f"the norm of step {number}"
         if self.join.num_missing:  # the mean over ranks of the weighted mean is the mean of all losses
             losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
@@ -517,7 +517,7 @@ class Steps:
             end(result.skipped)
         self.forget()
         self.last = result
-        for own, on_events in zip(told, self.features.on_events, strict=True):
+        for own, on_events in zip(events_by_feature, self.features.on_events, strict=True):
             on_events(counts[: len(own)])
             del counts[: len(own)]
 

@@ -243,7 +243,7 @@ def test_experts_in_tiles_and_a_loss_of_routers_beside_sequences_are_refused() -
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_expert_is_divided_over_the_ranks_that_have_it(stage: int) -> None:
     blueprint = blueprint_of(Routed(), 4, stage)
-    groups = [group for group in blueprint.places[1].groups if group.sharding.portioned]
+    groups = [group for group in blueprint.places[1].groups if group.sharding.partitioned]
     assert {blueprint.parallel_dims.wide(group.sharding.summed) for group in groups} == {
         ("shard",) if stage else ("replica",)
     }

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.engine.step.steps import NO_BACKWARD, NO_GRADIENT
@@ -106,32 +105,6 @@ def gradient_inside_of_the_forward(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
-class Recomputed(nn.Module):
-    """Blocks under reentrant checkpointing: one by one, one several times in a region, and regions in regions."""
-
-    def __init__(self, blocks_alone_are_trained: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
-        self.last = nn.Linear(8, 1)
-        if blocks_alone_are_trained:
-            self.first.requires_grad_(False)
-            self.last.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Any:
-        a, b, c, d = self.blocks
-
-        def twice(h: Tensor) -> Any:
-            return b(b(h)) + checkpoint(c, h, use_reentrant=True)
-
-        x = self.first(x)
-        x = x if x.requires_grad else x.requires_grad_()  # as transformers' enable_input_require_grads
-        x = checkpoint(a, x, use_reentrant=True)
-        x = checkpoint(twice, x, use_reentrant=True)
-        x = checkpoint(lambda h: d(checkpoint(a, h, use_reentrant=False)), x, use_reentrant=False)
-        return self.last(x)
-
-
 def blocks_called_alone(model: Any, x: Tensor) -> Tensor:
     """Without the forward of the whole."""
     for layer in model.module:
@@ -185,10 +158,7 @@ def methods(model: Any, x: Tensor) -> Tensor:
 
 # A model and its loss; the mean over the batches of a step has one backward.
 OF_ONE_LOSS: tuple[tuple[Callable[[], nn.Module], Loss], ...] = (
-    (net, square),
     (Forces, gradient_inside_of_the_forward),
-    (partial(Recomputed, False), square),
-    (partial(Recomputed, True), square),
     (net, blocks_called_alone),
     (net, weighted_by_own_gradients),
     (Parts, methods),
@@ -216,45 +186,15 @@ def gradient_of_an_output(make: Make, data: Data) -> list[Any]:
 
 
 def two_forwards_two_backwards(make: Make, data: Data) -> list[Any]:
-    """In the order of the forwards, and in the other one."""
+    """In the order of the forwards, and in the other one; there each forward has two losses."""
     model = make(net())
     for step in range(STEPS):
-        pairs = [(model(x).square().mean(), model(2 * x).abs().mean()) for x in data(step)]
-        losses = [mean(list(part)) for part in zip(*pairs, strict=True)]
+        outputs = [(model(x), model(2 * x)) for x in data(step)]
+        losses = [mean([y.square().mean() for y in part]) for part in zip(*outputs, strict=True)]
+        if step == 0:
+            mean([y.abs().mean() for y, _ in outputs]).backward(retain_graph=True)
         for loss in losses if step % 2 else reversed(losses):
             loss.backward()
-        model.step()
-    return [model]
-
-
-class SharedTrunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = net(outputs=8)
-        self.actor, self.critic = nn.Linear(8, 3), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> tuple[torch.distributions.Categorical, Tensor]:
-        hidden = self.trunk(x)
-        return torch.distributions.Categorical(logits=self.actor(hidden)), self.critic(hidden).squeeze(1)
-
-
-def actor_and_critic(make: Make, data: Data) -> list[Any]:
-    """PPO: the clipped ratio, a value loss and an entropy bonus; each by a backward of its own."""
-    model = make(SharedTrunk())
-    for step in range(STEPS):
-        policy, value = [], []
-        for x in data(step):
-            actions = torch.arange(len(x)) % 3
-            with torch.no_grad():
-                old, baseline = model(x)
-            for _ in range(2):
-                now, values = model(x)
-                ratio = (now.log_prob(actions) - old.log_prob(actions) + 0.3).exp()
-                advantage = x[:, 0] - baseline
-                policy.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
-                value.append((values - x.sum(1)).square().mean() - 0.01 * now.entropy().mean())
-        mean(policy).backward(retain_graph=True)
-        mean(value).backward()
         model.step()
     return [model]
 
@@ -298,22 +238,6 @@ def penalty(critic: Any, x: Tensor) -> Tensor:
     return (slope.norm(dim=1) - 1).square().mean()
 
 
-def wgan_gp(make: Make, data: Data) -> list[Any]:
-    generator, critic = make(net(outputs=WIDTH)), make(net())
-    for step in range(STEPS):
-        losses = []
-        for x in data(step):
-            with torch.no_grad():
-                fake = generator(x.flip(0))
-            losses.append(critic(fake).mean() - critic(x).mean() + 10 * penalty(critic, 0.3 * x + 0.7 * fake))
-        mean(losses).backward()
-        critic.step()
-        mean([-critic(generator(x)).mean() for x in data(step)]).backward()
-        generator.step()
-        critic.zero_grad()
-    return [generator, critic]
-
-
 def cleared_after_the_forward(make: Make, data: Data) -> list[Any]:
     critic = make(net())
     for step in range(STEPS):
@@ -322,19 +246,6 @@ def cleared_after_the_forward(make: Make, data: Data) -> list[Any]:
         loss.backward()
         critic.step()
     return [critic]
-
-
-def straight_through_two(make: Make, data: Data) -> list[Any]:
-    """Split learning: the backward goes on from one to the other; every second loss sees both outputs."""
-    lower, upper = make(net(outputs=WIDTH)), make(net())
-    for step in range(STEPS):
-        losses = []
-        for x in data(step):
-            middle = lower(x)
-            losses.append(upper(middle).square().mean() + (middle.square().mean() if step % 2 else 0))
-        mean(losses).backward()
-        lower.step(), upper.step()
-    return [lower, upper]
 
 
 def counted_by_hand(make: Make, data: Data) -> list[Any]:
@@ -381,12 +292,9 @@ LOOPS: tuple[Loop, ...] = (
     *(partial(one_loss, build, loss) for build, loss in OF_ONE_LOSS),
     gradient_of_an_output,
     two_forwards_two_backwards,
-    actor_and_critic,
     dcgan,
     partial(frozen_critic, False),
     partial(frozen_critic, True),
-    wgan_gp,
-    straight_through_two,
     counted_by_hand,
     methods_twice,
     cleared_after_the_forward,
@@ -558,23 +466,6 @@ def test_a_step_without_gradients_is_an_error(stage: int, timing: dict[str, Any]
         assert differences(before, engine.state_dict()) == list(before)
 
 
-def test_no_sync_adds_to_the_step_of_the_next_backward() -> None:
-    states = []
-    for by_hand in (False, True):
-        with engine_for() as engine:
-            for step in range(3):
-                if by_hand:
-                    with engine.no_sync():
-                        loss_of(engine, step).backward()
-                    assert engine.step() is engine.step()  # nothing happens
-                    loss_of(engine, step + 1).backward()
-                else:
-                    (loss_of(engine, step) + loss_of(engine, step + 1)).backward()
-                engine.step()
-            states.append(engine.state_dict())
-    torch.testing.assert_close(*states, rtol=1e-6, atol=1e-7)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_backward_between_a_counted_step_and_its_update_is_refused(stage: int) -> None:
     """As of a loop with five batches an epoch, in steps of two. The complete step is there as before."""
@@ -662,24 +553,6 @@ def test_a_step_that_the_config_counts_begins_again_after_an_error(
         "an error in a backward has dropped the gradients of the earlier backwards of the step (1): begin the step "
         "again with its first microbatch"
     ]
-    assert differences(*states) == []
-
-
-@pytest.mark.parametrize(("stage", "bf16"), [(0, True), (1, False), (2, True), (3, False)])
-def test_gradients_that_are_cleared_before_another_backward_are_forgotten(stage: int, bf16: bool) -> None:
-    """After a whole backward, as what a generator's loss leaves in a critic, and in the middle of accumulation."""
-    states = []
-    for clears in (False, True):
-        with engine_for(stage, bf16) as engine:
-            for is_whole in (True, False) if clears else ():
-                with nullcontext() if is_whole else engine.no_sync():
-                    loss_of(engine, step=5).backward()
-                engine.module.zero_grad(set_to_none=is_whole)
-            for step in range(2):
-                with engine.accumulate(last=step == 1):
-                    loss_of(engine, step).backward()
-            engine.step()
-            states.append(engine.state_dict())
     assert differences(*states) == []
 
 

@@ -1,7 +1,7 @@
 """Models as people have them train with nothing changed but a `loss_fn`, and as in plain torch."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,73 +29,6 @@ def class_loss(logits: Tensor, batch: Batch) -> Tensor:
 
 def square(output: Tensor, batch: Batch) -> Tensor:
     return output.square().mean()
-
-
-class Attention(nn.Module):
-    """With a mask that is a buffer, as minGPT's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mask", torch.ones(LENGTH, LENGTH).tril())
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.c_attn(x).split(WIDTH, 2)
-        scores = (q @ k.mT).masked_fill(self.get_buffer("mask") == 0, float("-inf"))
-        return self.c_proj(scores.softmax(-1) @ v)
-
-
-class GptBlock(nn.Module):
-    """Its MLP is a ModuleDict, and a function that is an attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.attn, self.norm2 = nn.LayerNorm(WIDTH), Attention(), nn.LayerNorm(WIDTH)
-        mlp = nn.ModuleDict({"c_fc": nn.Linear(WIDTH, 2 * WIDTH), "c_proj": nn.Linear(2 * WIDTH, WIDTH)})
-        self.mlp, self.run_mlp = mlp, lambda x: mlp["c_proj"](functional.gelu(mlp["c_fc"](x)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.run_mlp(self.norm2(x))
-
-
-class Gpt(nn.Module):
-    """A tied head; weights that are drawn in a second pass, and some in a third."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transformer = nn.ModuleDict(
-            {
-                "wte": nn.Embedding(TOKENS, WIDTH),
-                "wpe": nn.Embedding(LENGTH, WIDTH),
-                "h": nn.ModuleList(GptBlock() for _ in range(3)),
-                "ln_f": nn.LayerNorm(WIDTH),
-            }
-        )
-        self.head = nn.Linear(WIDTH, TOKENS, bias=False)
-        self.get_submodule("transformer.wte").weight = self.head.weight
-        self.apply(self._draw)
-        for name, param in self.named_parameters():
-            if name.endswith("c_proj.weight"):
-                nn.init.normal_(param, 0, 0.1)
-
-    def _draw(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            module.weight.data.normal_(0, 0.2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        parts = dict(self.transformer.named_children())
-        x = parts["wte"](tokens) + parts["wpe"](torch.arange(LENGTH))
-        for block in parts["h"].children():
-            x = block(x)
-        return self.head(parts["ln_f"](x))
-
-
-def decayed_by_dimension(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    params = list(params)
-    matrices, others = [p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
 
 
 class Recurrent(nn.Module):
@@ -154,68 +87,6 @@ class Vit(nn.Module):
         return self.head(self.encoder(torch.cat([self.token.expand(len(x), 1, WIDTH), x], 1))[:, 0])
 
 
-class Experts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 2)
-        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(2))
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        flat = x.flatten(0, 1)
-        weights, output = self.router(flat).softmax(-1), torch.zeros_like(flat)
-        for index, expert in enumerate(self.experts):
-            rows = (weights.argmax(-1) == index).nonzero().squeeze(1)
-            if len(rows):
-                output.index_add_(0, rows, expert(flat[rows]) * weights[rows, index, None])
-        return {"x": x + output.view_as(x), "losses": [(weights.mean(0).square().sum(),)]}
-
-
-class Mixture(nn.Module):
-    """A dictionary with nested losses comes out of each block; an expert may have no rows on a rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS)
-        self.layers = nn.ModuleList(Experts() for _ in range(2))
-
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        x, loss = self.embedding(tokens), torch.zeros(())
-        for layer in self.layers:
-            output = layer(x)
-            x, loss = output["x"], loss + output["losses"][0][0]
-        return self.head(x), loss
-
-
-class ListedBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList([torch.randn(WIDTH, WIDTH) for _ in range(2)])
-        self.named = nn.ParameterDict({"bias": torch.zeros(WIDTH)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
-            x = torch.tanh(x @ weight)
-        return x + self.named["bias"]
-
-
-class Hypernetwork(nn.Module):
-    """Makes the weights of another one, which has none that are trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(ListedBlock() for _ in range(2))
-        self.target = nn.Linear(WIDTH, 2).requires_grad_(False)
-        self.makers = nn.ModuleList(nn.Linear(WIDTH, param.numel()) for param in self.target.parameters())
-        self.shapes = {name: param.shape for name, param in self.target.named_parameters()}
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        made = zip(self.shapes.items(), self.makers, strict=True)
-        weights = {name: maker(x.mean(0)).view(shape) for (name, shape), maker in made}
-        return torch.func.functional_call(self.target, weights, (x,))
-
-
 class Transformed(nn.Module):
     """`torch.func` in the forward: vmap, grad and both over blocks, an ensemble, a step of an inner optimizer."""
 
@@ -247,10 +118,6 @@ def scripted() -> nn.Module:
         return nn.Sequential(*(torch.jit.script(nn.Linear(WIDTH, WIDTH)) for _ in range(3)))
 
 
-def mixture_loss(output: tuple[Tensor, Tensor], batch: Batch) -> Tensor:
-    return language_loss(output[0], batch) + 0.1 * output[1]
-
-
 def drawn(step: int) -> torch.Generator:
     return torch.Generator().manual_seed(step)
 
@@ -270,12 +137,9 @@ def vectors(step: int, rows: int) -> Batch:
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a larger eps: gradients near 0 are rounding
 CONFIG: dict[str, Any] = {"optimizer": {"type": "adamw", "params": OPTIONS}}
 FAMILIES: dict[str, tuple[Case, Callable[[Any, Batch], Tensor]]] = {
-    "nanoGPT": (Case(Gpt, tokens, config={"optimizer": None}), language_loss),
     "LSTM and GRU": (Case(Recurrent, tokens, config=CONFIG), language_loss),
     "ResNet": (Case(ResNet, images, config=CONFIG), class_loss),
     "ViT": (Case(Vit, images, config=CONFIG), class_loss),
-    "experts": (Case(Mixture, tokens, config=CONFIG), mixture_loss),
-    "hypernetwork": (Case(Hypernetwork, vectors, config=CONFIG), square),
     "blocks by torch.jit": (Case(scripted, vectors, config=CONFIG), square),
     "torch.func": (Case(Transformed, vectors, config=CONFIG), square),
 }
@@ -300,8 +164,7 @@ def by_torch(name: str) -> tuple[Outcome, list[float]]:
         for param in model.parameters():
             param.grad = param.grad.to_dense() if param.grad is not None and param.grad.is_sparse else param.grad
 
-    optimizer = decayed_by_dimension if name == "nanoGPT" else adamw
-    return train_plainly(case, 2, optimizer, 2, evaluate, make_dense, loss_fn), evaluated
+    return train_plainly(case, 2, adamw, 2, evaluate, make_dense, loss_fn), evaluated
 
 
 def by_lowtide(rows: Sequence[tuple[str, int]], transport: str) -> list[tuple[Outcome, list[float]]]:
@@ -314,9 +177,8 @@ def by_lowtide(rows: Sequence[tuple[str, int]], transport: str) -> list[tuple[Ou
             evaluated.append(engine.eval_step(case.batch(9, ROWS)).item())
             return take_step(engine, case, step)
 
-        optimizer = decayed_by_dimension if name == "nanoGPT" else None
         case = case.at(stage, config={"communication": {"transport": transport}})
-        found.append((train(case, take, loss_fn=loss_fn, optimizer=optimizer), evaluated))
+        found.append((train(case, take, loss_fn=loss_fn), evaluated))
     return found
 
 

@@ -47,7 +47,7 @@ class Whole(nn.Module):
         return step_of(self.model, x, y)["loss"]
 
 
-@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (1, 3)), ("sockets", (0, 2, 3))])
+@pytest.mark.parametrize(("transport", "stages"), [("shared_memory", (3,)), ("sockets", (0, 2))])
 def test_a_function_that_calls_the_model_as_it_likes_is_one_forward(
     ranks: RankPool, transport: str, stages: tuple[int, ...]
 ) -> None:

@@ -227,34 +227,6 @@ def test_whatever_step_a_job_dies_before_the_latest_loads_and_the_next_save_clea
     assert step > 13
 
 
-def test_a_replaced_one_that_was_not_deleted_is(tmp_path: Path) -> None:
-    target = save(tmp_path, "a", 1)
-    shutil.copytree(tmp_path / "a", tmp_path / ".replaced-a")
-    save(tmp_path / "other", "b", 2)
-    os.rename(tmp_path / "other" / "b", tmp_path / "b")
-    save(tmp_path / "other", "a", 3)
-    shutil.rmtree(tmp_path / "a")
-    os.rename(tmp_path / "other" / "a", tmp_path / "a")
-    assert target.tags() == ["b", "a"] and value_in(target, "a") == 3  # not as old as what it has replaced
-    save(tmp_path, "c", 4)
-    assert ".replaced-a" not in names_in(tmp_path) and value_in(target, "a") == 3
-
-
-def test_a_rename_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = save(tmp_path, "a", 1)
-    real = os.rename
-
-    def failing(source: Path, destination: Path) -> None:
-        if ".saving-" in str(source):
-            raise OSError(28, "No space left on device")
-        real(source, destination)
-
-    monkeypatch.setattr(os, "rename", failing)
-    assert "No space left" in refusal(save, tmp_path, "a", 2, kind=OSError)
-    target.discard("a")
-    assert names_in(tmp_path) == {"latest", "a"} and value_in(target) == 1
-
-
 def test_a_part_that_is_missing_is_not_completed(tmp_path: Path) -> None:
     target = save(tmp_path, "a", 1)
     target.begin("b")

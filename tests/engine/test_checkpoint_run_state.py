@@ -51,30 +51,6 @@ def test_a_scheduler_goes_on(tmp_path: Path, name: str) -> None:
     assert len(set(before.lrs)) > 1
 
 
-def bound_to_the_models_own(case: Case) -> tuple[lowtide.Engine, Any]:
-    """An optimizer and a scheduler that torch made."""
-    torch.manual_seed(0)
-    model = case.build()
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.5)
-    scheduler = schedulers.StepLR(optimizer, 2, 0.1)
-    config = {**case.as_config(), "train_micro_batch_size_per_gpu": 8}
-    return lowtide.initialize(model, config, optimizer=optimizer, lr_scheduler=scheduler), scheduler
-
-
-def test_a_scheduler_bound_to_the_callers_optimizer_goes_on(tmp_path: Path) -> None:
-    case = CASE.at(3, config={"optimizer": None})
-    engine, scheduler = bound_to_the_models_own(case)
-    with engine:
-        run_steps(engine, case, 0, 3)
-        engine.save_checkpoint(tmp_path)
-        expected = run_steps(engine, case, 3, 3)
-    engine, scheduler = bound_to_the_models_own(case)
-    with engine:
-        engine.load_checkpoint(tmp_path)
-        assert scheduler.last_epoch == 3 and engine.lr == pytest.approx(1e-3)
-        assert run_steps(engine, case, 3, 3).differences(expected) == [] and scheduler.last_epoch == 6
-
-
 def test_options_that_were_changed_by_hand_come_back(tmp_path: Path) -> None:
     with engine_for(CASE, 1) as engine:
         engine.optimizer.param_groups[0].update(lr=3e-3, betas=(0.5, 0.6), weight_decay=0.7)

@@ -1,6 +1,8 @@
-"""A checkpoint goes on at any number of ranks and stage: every precision, kind of parameter and optimizer."""
+"""A checkpoint goes on at another stage and number of ranks: every precision, kind of parameter and optimizer.
 
-from dataclasses import replace
+Two features of each kind beside each other: `tests/laws`.
+"""
+
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,50 +14,16 @@ from torch import Tensor, nn
 from tests.engine import saving
 from tests.engine.saving import Continuation, Trip, engine_for, run_steps
 from tests.kit import models
-from tests.kit.grids import pairs
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, differences
 from tests.zero import test_special_parameters as special
 
-WORLD_SIZES = (1, 2, 4)
-STAGES = (0, 1, 3)  # shards of stage 2 lie as those of stage 1
 GPT = Case(models.short_gpt, models.token_batch, 3, clip=0.5)
-TOPOLOGIES = pairs(WORLD_SIZES, STAGES, WORLD_SIZES, STAGES)  # ranks and stage that save, ranks and stage that load
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
-
-
-# -- topologies ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(ranks: RankPool, folder: Path) -> dict[str, Continuation]:
-    """Tag -> what went on without a break, for every number of ranks and stage."""
-    cases = [GPT.at(stage) for stage in STAGES]
-    return {
-        f"{world_size}-{stage}": outcome
-        for world_size in WORLD_SIZES
-        for stage, outcome in zip(STAGES, ranks(world_size, saving.save_all, cases, folder, world_size)[0], strict=True)
-    }
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_checkpoint_loads_at_every_topology(
-    ranks: RankPool, folder: Path, saved: dict[str, Continuation], world_size: int
-) -> None:
-    """Every number of ranks meets every other and each stage, before and after, and every stage every other."""
-    cases = [(f"{w}-{stage}", GPT.at(other)) for w, stage, loads, other in TOPOLOGIES if loads == world_size]
-    outcomes = ranks(world_size, saving.load_all, cases, folder, world_size, timeout=240)[0]
-    for (tag, case), outcome in zip(cases, outcomes, strict=True):
-        before, where = saved[tag], f"saved at {tag}, loaded at {world_size}-{case.stage}"
-        assert outcome.state_differences(before) == [], where
-        if tag.startswith(f"{world_size}-"):
-            assert outcome.losses == before.losses, where
-        else:  # another number of ranks sums a batch in another order
-            assert outcome.losses == pytest.approx(before.losses, rel=1e-5), where
 
 
 # -- what is saved ---------------------------------------------------------------------------------------------------
@@ -112,9 +80,6 @@ TRIPS = {
     "float64": to(3, Case(models.short_gpt_float64, models.token_batch, 2)),
     "tied": to(2, Case(models.tied_gpt, models.token_batch, 3)),
     "Buffers": to(0, Case(Buffers, models.vector_batch, 3)),
-}
-NUM_ALONE = len(TRIPS)  # so many go on alone too: what others add is in other names of tensors alone
-TRIPS |= {
     "TwoDtypes by torch": to(
         3, Case(special.TwoDtypes, models.vector_batch_float64, 2, config=NO_CONFIG), optimizer=torch.optim.RMSprop
     ),
@@ -145,22 +110,6 @@ def test_each_goes_on_to_the_same_bits_at_another_stage(
     assert scales[0] < 2.0**24 and len(set(scales)) > 1  # it had come down, and still moves
 
 
-ROUGH = {"bf16": 1e-2, "fp16": 1e-2}
-
-
-def test_each_goes_on_alone(ranks: RankPool, folder: Path, before: dict[str, Continuation]) -> None:
-    chosen = {name: (f"trip{number}", TRIPS[name]) for number, name in enumerate(list(TRIPS)[:NUM_ALONE])}
-    outcomes = ranks(1, load_chosen, list(chosen.values()), folder)[0]
-    for name, other in zip(chosen, outcomes, strict=True):
-        assert other.state_differences(before[name]) == [], name
-        assert other.losses == pytest.approx(before[name].losses, rel=ROUGH.get(name, 1e-4)), name
-        assert other.scales == before[name].scales, name
-
-
-def load_chosen(trips: list[tuple[str, Trip]], folder: Path) -> list[Continuation]:
-    return [saving.load_and_go_on(one.loaded, folder, 1, tag, one.steps_before, **one.options) for tag, one in trips]
-
-
 def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
     def dtypes(name: str, prefix: str = "") -> set[torch.dtype]:
         return {value.dtype for key, value in before[name].restored.items() if key.startswith(prefix)}
@@ -183,13 +132,6 @@ def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
     assert buffers["count"].item() == 2 and buffers["empty"].shape == (0, 3)
     assert buffers["flags"].tolist() == [False, True, True, False, False]
     assert "cache" not in buffers
-
-
-def test_before_the_first_step_there_are_no_states(tmp_path: Path) -> None:
-    trips = [replace(TRIPS[name], steps_before=0) for name in ("TwoDtypes by torch", "Empty", "lion", "NAdam")]
-    for one, other in zip(saving.save_trips(trips, tmp_path, 1), saving.load_trips(trips, tmp_path, 1), strict=True):
-        assert other.differences(one) == []
-        assert not any(name.startswith("state.") for name in one.restored)
 
 
 # -- between kinds ---------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ huggingface_hub = pytest.importorskip("huggingface_hub")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True}}
 SOCKETS = {"communication": {"transport": "sockets"}}
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 
@@ -82,17 +81,6 @@ def test_the_files_are_the_state_dict(
             assert found == [name for name in aligned if expected[name].numel()]
 
 
-def test_fp32_gives_the_master_weights(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, export_at, [0, 3], FP16, str(tmp_path), steps=0, dtype="fp32")
-    torch.manual_seed(0)
-    original = Everything()
-    # What is frozen has no master weight, and buffers follow the dtype that is computed in.
-    kept = {name for name, param in original.named_parameters() if param.requires_grad} | {"count", "mask"}
-    expected = {name: value if name in kept else value.half().float() for name, value in original.state_dict().items()}
-    for stage in ("0", "3"):
-        assert differences(read_by_library(tmp_path / stage), saved_once(expected)) == []
-
-
 # -- Hugging Face ---------------------------------------------------------------------------------------------------
 
 
@@ -103,21 +91,6 @@ def export_hugging_face(name: str, stage: int, config: dict[str, Any], folder: s
         engine.train_step(batch_of(name, torch.Generator().manual_seed(engine.rank)))
         engine.export(folder, **options)
         return engine.state_dict(), engine.module.config.to_dict()  # type: ignore[union-attr, operator]
-
-
-def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
-    state, _ = ranks(2, export_hugging_face, "gpt2", 3, BF16, str(tmp_path), shard_bytes="20KB")[0]
-    dtype = torch.bfloat16
-    # Not `.to(dtype)`, which would also round the tables of rotary embeddings.
-    expected = transformers.AutoModelForCausalLM.from_config(MODELS["gpt2"]().config, dtype=dtype)
-    expected.load_state_dict(state)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(found) is type(expected)
-    assert found.dtype == dtype
-    assert differences(dict(found.state_dict()), dict(expected.state_dict())) == []
-    tokens = torch.arange(12).view(2, 6)
-    with torch.no_grad():
-        assert torch.equal(found(tokens).logits, expected.eval()(tokens).logits)
 
 
 def test_the_configuration_names_the_dtype_that_was_written(ranks: RankPool, tmp_path: Path) -> None:

@@ -23,9 +23,6 @@ from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, differences, logged, refusal, settings, share_of
 
 BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-SOCKETS = {"communication": {"transport": "sockets"}}
-HYBRID = {"zero_optimization": {"shard_size": 2}}
 
 
 def expected() -> dict[str, Tensor]:
@@ -82,35 +79,7 @@ def test_what_was_exported_loads_again_with_its_master_weights(tmp_path: Path) -
             assert first != 2 or differences(masters_of(target), masters) == []
 
 
-def losses_of_two_steps(config: dict[str, Any], path: str) -> list[float]:
-    """Of an engine that has begun with the values, then of those that have loaded them from the file, by stage."""
-    losses = []
-    for stage, loads in ((0, False), (0, True), (3, True)):
-        with engine_of(stage, config, seed=5 if loads else 3, steps=0) as engine:
-            if loads:
-                engine.load_weights(path)
-            for step in range(2):
-                batch = share_of(models.token_batch(step, 2 * engine.world_size))
-                losses.append(engine.train_step(batch).loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("config", [{}, SOCKETS | FP16])
-def test_training_goes_on_as_if_the_model_had_begun_so(ranks: RankPool, tmp_path: Path, config: dict[str, Any]) -> None:
-    losses = ranks(2, losses_of_two_steps, config, file_of(tmp_path))[0]
-    assert losses == losses[:2] * 3
-
-
 # -- bytes ----------------------------------------------------------------------------------------------------------
-
-
-class Even(torch.nn.Module):
-    """Two layers of 128 x 64, whose flat buffers divide into four shards without padding; a buffer of 3 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.Sequential(*(torch.nn.Linear(64, 128, bias=False) for _ in range(2)))
-        self.register_buffer("table", torch.ones(3))
 
 
 def bytes_read(build: Any, stage: int, config: dict[str, Any], path: str) -> tuple[int, int]:
@@ -120,19 +89,6 @@ def bytes_read(build: Any, stage: int, config: dict[str, Any], path: str) -> tup
         held = sum(chunk_view.values.numel() for chunk_view in named_state(engine).weights())
         engine.load_weights(path)
         return sources[0].bytes_read, held
-
-
-@pytest.mark.parametrize(
-    ("stage", "config", "itemsize", "shards"),
-    [(0, {}, 4, 1), (3, HYBRID, 4, 2), (3, {}, 2, 4)],
-)
-def test_each_rank_reads_its_own_part_in_the_size_of_the_file_and_no_more(
-    ranks: RankPool, tmp_path: Path, stage: int, config: dict[str, Any], itemsize: int, shards: int
-) -> None:
-    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-    save_file({name: value.to(dtype) for name, value in Even().state_dict().items()}, tmp_path / "x.safetensors")
-    found = ranks(4, bytes_read, Even, stage, config, str(tmp_path / "x.safetensors"))
-    assert [count for count, _ in found] == [itemsize * (2 * 128 * 64 // shards + 3)] * 4
 
 
 def test_what_does_not_divide_is_read_once_over_all_ranks(ranks: RankPool, tmp_path: Path) -> None:

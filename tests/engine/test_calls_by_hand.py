@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -164,38 +163,6 @@ def test_gradients_that_are_in_a_sum_are_cleared_together() -> None:
         loss = engine(*batch(1))
         words = "backward: expected all gradients or none cleared after an earlier backward of the step, found some"
         assert words in refusal(engine.backward, loss, kind=StateError)
-
-
-@pytest.mark.parametrize(
-    ("stage", "zero", "to_none"), [(0, {}, False), (2, SPECULATIVE, True), (2, SPECULATIVE, False), (3, {}, True)]
-)
-def test_a_step_whose_gradients_are_all_cleared_is_none(
-    tmp_path: Path, stage: int, zero: dict[str, Any], to_none: bool
-) -> None:
-    """As where the step of a generator has left gradients in the critic, which then is saved, or gets a group."""
-    model = models.mlp()
-    model.get_submodule("first").requires_grad_(False)
-    config = settings(stage, zero_optimization=zero, optimizer=None)
-    trained = [param for param in model.parameters() if param.requires_grad]
-    with lowtide.initialize(model, config, optimizer=adamw(trained)) as engine:
-        engine.train_step(batch())
-        before = engine.full("last.weight")
-
-        def clear(part: nn.Module) -> None:
-            backward(engine, 1)
-            part.zero_grad(set_to_none=to_none)
-
-        for act in (
-            lambda: engine.save_checkpoint(tmp_path),
-            lambda: engine.optimizer.add_param_group({"params": model.get_submodule("first").parameters()}),
-        ):
-            clear(model.get_submodule("last"))
-            with pytest.raises((StateError, ValueError), match="microbatches"):
-                act()
-            clear(model)
-            act()
-        assert torch.equal(engine.full("last.weight"), before)
-        engine.train_step(batch(1))
 
 
 @pytest.mark.parametrize(

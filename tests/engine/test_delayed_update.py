@@ -1,14 +1,11 @@
 """Delayed updates: what is given out between steps has them all, errors come to every rank, and no step waits."""
 
-import errno
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -162,22 +159,6 @@ def test_an_error_in_the_background_is_raised_on_every_rank_until_a_checkpoint_i
         assert take_steps(engine, case, 1, 4) == again
 
 
-@on_ranks(2)
-def test_a_disk_that_fails_under_the_update_of_a_rank_is_told_on_every_rank(tmp_path: Path) -> None:
-    case = delayed(MLP, 3, tmp_path, "nvme")
-    with start(case) as engine:
-        take_steps(engine, case, 0, 1)
-        engine.state_dict()  # waits for the update
-        broken = mock.patch.object(os, "pwritev", side_effect=OSError(errno.EIO, "the third disk"))
-        with broken if engine.rank == 1 else nullcontext():
-            take_steps(engine, case, 1, 2)
-            engine.memory()  # waits too, for this rank's alone
-        found = [error_of(take_step, engine, case, 2) for _ in range(2)]
-    for text in found:
-        assert "update 2 failed on rank 1: OffloadError: " in text and "the third disk" in text, found
-        assert "continue from a checkpoint (engine.load_checkpoint)" in text
-
-
 @pytest.mark.parametrize(("how", "expected"), [("state_dict", (TOLD, "none")), ("close", ("none", TOLD))])
 @on_ranks(2)
 def test_an_error_that_was_not_told_is_told_by_the_next_call_or_by_close(
@@ -232,17 +213,3 @@ def test_an_update_may_last_until_the_next_forward_has_been(
     engine.eval_step(OWN.global_batch(3, 1))
     engine.close()
     assert saw_a_forward == [True] * 3 * len(engine.optimizer.shards)
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_thread_ends_with_the_engine(tmp_path: Path, fails: bool) -> None:
-    before = set(threading.enumerate())  # one of an earlier test may still end
-    try:
-        with start(delayed(MLP, 1, tmp_path)) as engine:
-            take_steps(engine, MLP, 0, 2)
-            assert len(set(threading.enumerate()) - before) == 1
-            if fails:
-                raise KeyError("of the caller's own")
-    except KeyError:
-        assert fails
-    assert set(threading.enumerate()) <= before

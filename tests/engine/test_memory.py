@@ -17,27 +17,8 @@ from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import settings
 
-# Padded: 3 blocks of Linear(40, 56) and Linear(56, 40), and Linear(7, 5) outside of them. Parameters start at multiples
-# of 16 elements, shards are whole blocks of 1024 elements:
-#   block: 56 x 40 + 56 + 56 x 40 + 40 = 4576 elements; 2240 + 64 + 2240 + 48 = 4592 with the gaps
-#   rest:  5 x 7 + 5 = 40 elements; 48 + 16 = 64 with the gaps
-NUMEL = 3 * 4576 + 40
-SHARD_NUMEL = {1: 3 * 5 * 1024 + 1024, 2: 3 * 3 * 1024 + 1024, 4: 3 * 2 * 1024 + 1024}
 # Even: 4 matrices of 64 x 64, which 1, 2 and 4 ranks divide into whole blocks.
 EVEN_NUMEL = 4 * 64 * 64
-
-
-class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(40, 56), nn.Linear(56, 40)) for _ in range(3))
-        self.rest = nn.Linear(7, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        result: Tensor = self.rest(x[:, :7]).float().square().mean()
-        return result
 
 
 class Even(nn.Module):
@@ -76,14 +57,11 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     gradients = [gradient for unit in passes.units for gradient in unit.gradients]
     kept = [group._memory.own if group.frees_memory else group.full for group in groups]
     optional = [tensor for g in gradients for tensor in (g._local.flat, g.shard, *(p.grad for p in g.group.params))]
-    common = [g._memory._common for g in gradients if g._memory._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.memory.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.plan.dtype]
-    sharers = groups[0].axes.states.size if groups[0].axes.copies_are_shared else 1
     return {
-        "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
-        "gradient_bytes": storage_bytes([tensor for tensor in optional if _has_memory(tensor)])
-        + sum(tensor.nbytes for tensor in common) // groups[0].axes.replicas.size,
+        "parameter_bytes": sum(tensor.nbytes for tensor in kept),
+        "gradient_bytes": storage_bytes([tensor for tensor in optional if _has_memory(tensor)]),
         "optimizer_bytes": storage_bytes(states + masters),
     }
 
@@ -97,18 +75,17 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def config_of(stage: int, transport: str, is_mixed: bool) -> dict[str, Any]:
+def config_of(stage: int) -> dict[str, Any]:
     mixed: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    more = {"gradient_accumulation_steps": 2, "communication": {"transport": transport}}
-    return settings(stage, **more, **(mixed if is_mixed else {}))
+    return settings(stage, gradient_accumulation_steps=2, communication={"transport": "sockets"}, **mixed)
 
 
-def bytes_between_microbatches(kind: type[Padded | Even], transport: str, is_mixed: bool) -> list[tuple[Any, Any]]:
+def bytes_between_microbatches() -> list[tuple[Any, Any]]:
     """For each stage (what the engine says, what the storages say) with all states there and gradients half done."""
     found = []
     for stage in range(4):
-        engine = lowtide.initialize(kind(), config_of(stage, transport, is_mixed))
-        x = torch.randn(2, 40 if kind is Padded else 64)
+        engine = lowtide.initialize(Even(), config_of(stage))
+        x = torch.randn(2, 64)
         for _ in range(3):
             engine.backward(engine(x))
             engine.step()
@@ -117,37 +94,10 @@ def bytes_between_microbatches(kind: type[Padded | Even], transport: str, is_mix
     return found
 
 
-def padded_bytes(stage: int, world_size: int, shares: bool, param: int, state: int) -> dict[str, int]:
-    """The arithmetic. param: bytes of a parameter element and of its gradient; state: of its optimizer states.
-
-    shares: the ranks have one copy of the parameters, or at stage 0 of the sum of the gradients.
-    """
-    shard = SHARD_NUMEL[world_size if stage else 1]
-    count = world_size if stage else 1
-    full = count * shard
-    sums = full // world_size if shares and not stage else 0
-    return {
-        "parameter_bytes": param * (shard if stage == 3 or (shares and stage) else full),
-        "gradient_bytes": param * (shard if stage >= 2 else NUMEL + sums),
-        "optimizer_bytes": state * shard,
-    }
-
-
-@pytest.mark.parametrize(("is_mixed", "transport", "world_size"), [(True, "sockets", 2), (False, "shared_memory", 2)])
-def test_bytes_are_those_of_the_padded_layout(ranks: RankPool, is_mixed: bool, transport: str, world_size: int) -> None:
-    param, state = (2, 12) if is_mixed else (4, 8)
-    for found in ranks(world_size, bytes_between_microbatches, Padded, transport, is_mixed):
-        for stage, (said, held) in enumerate(found):
-            shares = transport == "shared_memory"
-            expected = padded_bytes(stage, world_size, shares, param, state)
-            assert said == expected, (stage, "memory()")
-            assert held == expected, (stage, "storages")
-
-
 def test_bytes_per_parameter_are_those_of_the_paper(ranks: RankPool) -> None:
     n = 4
     per_param = [16.0, 4 + 12 / n, 2 + 14 / n, 16 / n]
-    for found in ranks(n, bytes_between_microbatches, Even, "sockets", True):
+    for found in ranks(n, bytes_between_microbatches):
         for stage, (said, held) in enumerate(found):
             assert sum(said.values()) == sum(held.values()) == per_param[stage] * EVEN_NUMEL
             assert said == asdict(predict(EVEN_NUMEL, stage, n))

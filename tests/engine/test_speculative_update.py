@@ -216,7 +216,7 @@ def overflow_where_one_rank_waits(stage: int) -> tuple[list[bool], int, Tensor]:
         return skipped, engine.optimizer.num_steps, engine.full("sometimes.weight")
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_has_to_wait_goes_with_one_that_does_not(ranks: RankPool, stage: int) -> None:
     (skipped, num_steps, value), other = ranks(2, overflow_where_one_rank_waits, stage)
     assert (skipped, num_steps) == ([False, True, False], 2) == other[:2]

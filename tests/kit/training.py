@@ -229,18 +229,6 @@ def adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1)
 
 
-class Scheduled:
-    """An optimizer of torch that moves its scheduler after each step."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, make_scheduler: Callable[[Any], Any]) -> None:
-        self._optimizer, self._scheduler = optimizer, make_scheduler(optimizer)
-        self.param_groups, self.zero_grad = optimizer.param_groups, optimizer.zero_grad
-
-    def step(self) -> None:
-        self._optimizer.step()
-        self._scheduler.step()
-
-
 @one_thread()
 def train_plainly(
     case: Case,

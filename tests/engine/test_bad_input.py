@@ -275,7 +275,7 @@ def test_inputs_of_every_floating_point_dtype_are_cast(dtype: torch.dtype) -> No
     assert (values.dtype, indices.dtype) == (torch.bfloat16, torch.int64)
 
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 3)
 
 
 def engine_with_fault(stage: int, transport: str, value: float, step: int, rank: int, **more: Any) -> lowtide.Engine:

@@ -16,10 +16,9 @@ from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.model import prepared_model
 from lowtide.engine.step.graphs import are_possible
-from tests.engine.adapted import base, lora, tokens
+from tests.engine.adapted import base, tokens
 from tests.kit import models
 from tests.kit.compiling import with_a_new_compiler
-from tests.kit.grids import pairs
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Case, differences, refusal, settings, share_of, take_step
 
@@ -84,7 +83,7 @@ def vectors(step: int, rows: int) -> tuple[Tensor]:
 
 CASE = Case(steps_of_tokens, models.token_batch, steps=2)
 SMALL = Case(steps_of_nine, vectors, steps=2)
-HOW = ["model wrapped", "blocks in place", "model after", "blocks after"]  # and as in `test_models_of_every_shape`
+HOW = ["model wrapped", "blocks in place", "model after", "blocks after", "blocks wrapped"]
 
 
 def compiled(how: str, model: Any, options: dict[str, Any]) -> Any:
@@ -107,9 +106,12 @@ def train_compiled(case: Case, how: str) -> tuple[list[float], list[Any], Any]:
     backend = Counting()
     options = {"backend": backend, "fullgraph": True}
     torch.manual_seed(0)
-    model = case.build() if "after" in how else compiled(how, case.build(), options)
+
+    def build() -> Any:
+        return case.build() if "after" in how else compiled(how, case.build(), options)
+
     losses, counts = [], []
-    with lowtide.initialize(model, case.as_config()) as engine:
+    with lowtide.initialize(build if how == "blocks wrapped" else build(), case.as_config()) as engine:
         if "after" in how:
             compiled(how, engine.module, options)
         for step in range(case.steps):
@@ -156,75 +158,11 @@ def test_a_graph_is_made_beside_gradients_that_are_reduced() -> None:
     assert compiled_losses == losses and differences(compiled_state, state) == []
 
 
-class Picture(nn.Module):
-    """Without repeated blocks; its own parameter is read by its forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-        self.norm = nn.BatchNorm2d(8)
-        self.last = nn.Linear(8, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.last(torch.relu(self.norm(self.conv(x))).mean((2, 3))) * self.scale).square().mean()
-
-
-class Wrapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = steps_of_nine()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.model(x)
-
-
-def pictures(step: int, rows: int) -> tuple[Tensor]:
-    return (torch.randn(rows, 3, 5, 5, generator=torch.Generator().manual_seed(step)),)
-
-
 EAGER = {"backend": "eager", "fullgraph": True}
-
-
-def compiled_picture() -> Any:
-    return compiled("model wrapped", Picture(), EAGER)
-
-
-def wrapping_a_compiled_model() -> Any:
-    model = Wrapping()
-    compiled("model in place", model.model, EAGER)
-    return model
 
 
 def compiled_blocks() -> Any:
     return compiled("blocks wrapped", steps_of_nine(), EAGER)
-
-
-@pytest.mark.parametrize(
-    ("shape", "is_built_by_engine", "stage"),
-    pairs(
-        [
-            (compiled_picture, Picture, pictures, 1),
-            (wrapping_a_compiled_model, Wrapping, vectors, 2),
-            (compiled_blocks, steps_of_nine, vectors, 2),
-        ],
-        [False, True],
-        [0, 3],
-    ),
-)
-def test_models_of_every_shape(shape: tuple[Any, Any, Any, int], is_built_by_engine: bool, stage: int) -> None:
-    build, plain, batch, graphs = shape
-    with_a_new_compiler()
-    found = []
-    for make in (plain, build):
-        torch.manual_seed(0)
-        case = Case(make, batch, stage)
-        with lowtide.initialize(make if is_built_by_engine else make(), case.as_config()) as engine:
-            losses = [engine.train_step(case.global_batch(step, 1)).loss.item() for step in range(2)]
-            found.append((losses, list(engine.state_dict())))
-    assert found[0] == found[1]
-    assert counters["stats"]["unique_graphs"] == graphs
-    assert not counters["graph_break"]
 
 
 def test_after_close_the_model_is_compiled_as_it_was() -> None:
@@ -381,14 +319,6 @@ def train_llama(build: Any, stage: int, both: dict[str, Any], compiled: dict[str
         return engine.train_step({"input_ids": tokens(step)[:2], "labels": tokens(step)[:2]})
 
     return [train(build, settings(stage, **both, **more), 4, take) for more in ({}, compiled)]
-
-
-@on_ranks(1)
-def test_blocks_of_hugging_face_with_adapters_of_peft() -> None:
-    pytest.importorskip("peft")
-    (plain, _), (losses, counts) = train_llama(lora, 3, {}, EAGER_BLOCKS)
-    assert losses == pytest.approx(plain, abs=1e-6)
-    assert [(graphs, broken) for graphs, broken, _ in counts[1:]] == [(counts[1][0], 0)] * 3
 
 
 FULLGRAPH = {"compile": {"blocks": True, "backend": "aot_eager", "fullgraph": True}}

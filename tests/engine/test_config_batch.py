@@ -8,12 +8,9 @@ from typing import Any
 
 import pytest
 
-import lowtide
 from lowtide.engine.config.batch import first_world_size, legal_sizes
 from lowtide.engine.config.config import Config, ConfigError
-from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import refusal, share_of
+from tests.kit.training import refusal
 
 TRAIN, MICRO, ACCUMULATION = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -87,18 +84,6 @@ def test_ranks_of_one_sample_count_once() -> None:
     elasticity = section(16, [1, 2], model_parallel_size=2, num_gpus_per_node=2)
     config = Config.load({"elasticity": elasticity, "parallel": {"pipeline": 2}, ACCUMULATION: "auto"})
     assert triple(config.resolve(8)) == [12, 1, 3]
-
-
-def trained(elasticity: dict[str, Any]) -> tuple[int | None, float]:
-    config = {"elasticity": elasticity, "optimizer": {"type": "sgd"}, "steps_per_print": 0}
-    with lowtide.initialize(models.mlp(), config) as engine:
-        batch = share_of(models.vector_batch(0, engine.config.train_batch_size or 0))
-        return engine.config.train_batch_size, engine.train_step(batch).loss.item()
-
-
-def test_an_engine_trains_with_the_batch(ranks: RankPool) -> None:
-    (alone,) = ranks(1, trained, section(9, [1, 2]))
-    assert alone[0] == 8 and ranks(2, trained, section(9, [1, 2]))[0] == (8, pytest.approx(alone[1], rel=1e-5))
 
 
 # -- a job that goes on with other ranks ------------------------------------------------------------------------------

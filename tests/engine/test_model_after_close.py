@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import lowtide
@@ -24,15 +24,13 @@ from lowtide.model.patches import ModelPatches
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import Case, Outcome, refusal, settings, start, take_step, train_all
+from tests.kit.training import Case, refusal, settings, start, take_step
 from tests.pipe.pipelines import deep_gpt
 
 CONFIGS: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 0": (1, {}),
     "stage 3": (2, {"zero_optimization": {"stage": 3}}),
-    "checkpointing": (1, {"activation_checkpointing": {"every": 1}}),
     "checkpointing and offload": (1, {"activation_checkpointing": {"every": 2, "offload": {"device": "cpu"}}}),
-    "pipeline": (2, {"parallel": {"pipeline": 2}}),
     "zero bubble": (
         2,
         {
@@ -80,24 +78,6 @@ def test_nothing_is_left_on_the_model(ranks: RankPool, name: str) -> None:
     world_size, config = CONFIGS[name]
     for before, after in ranks(world_size, train_and_close, config):
         assert after == before
-
-
-class CountingBlock(nn.Linear):
-    num_forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_forwards += 1
-        return super().forward(x).relu()
-
-
-def test_checkpointing_does_not_nest_in_the_next_engine() -> None:
-    model: Any = models.Chain(CountingBlock(4, 4), CountingBlock(4, 4))
-    for every, expected in ((1, 2), (1, 2), (0, 1)):
-        for block in model.blocks:
-            block.num_forwards = 0
-        with lowtide.initialize(model, settings(activation_checkpointing={"every": every})) as engine:
-            engine.train_step(torch.ones(2, 4))
-        assert [block.num_forwards for block in model.blocks] == [expected] * 2
 
 
 def test_an_initialize_that_fails_leaves_nothing() -> None:
@@ -207,21 +187,6 @@ FIRST = Case(models.short_gpt, models.token_batch, stage=3, clip=0.3)
 SECOND = Case(models.mlp, models.vector_batch, stage=1, accumulation=3, config={"bf16": {"enabled": True}})
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
-@on_ranks(2)
-def test_two_engines_take_turns(transport: str) -> None:
-    config = {"communication": {"transport": transport}}
-    cases = [FIRST.at(3, config=config), SECOND.at(1, config=config), FIRST.at(2, config=config)]
-    expected, engines, outcomes = train_all(cases), [start(case) for case in cases], [Outcome() for _ in cases]
-    for step in range(3):
-        for case, engine, outcome in zip(cases, engines, outcomes, strict=True):
-            outcome.add(take_step(engine, case, step))
-    for engine, outcome, alone in zip(engines, outcomes, expected, strict=True):
-        outcome.state = engine.state_dict()
-        engine.close()
-        assert outcome.differences(alone) == []
-
-
 def one_closes_first() -> list[float]:
     """The first engine makes the process group, and leaves it before the second."""
     first, second = start(SECOND), start(SECOND)
@@ -270,7 +235,6 @@ def with_a_store_that_outlives_groups() -> list[float]:
 @pytest.mark.parametrize(
     ("train", "given", "seconds"),
     [
-        (one_closes_first, (), 60),
         (one_after_the_other, (0,), 60),
         (one_after_the_other, (1,), 60),
         (refused_at_once, (), 60),

@@ -17,14 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import lowtide
-from lowtide import Config
-from lowtide.watch.progress import Progress, RankProgress, read_progress
+from lowtide.watch.progress import RankProgress, read_progress
 from lowtide.watch.stacks import collect_stacks
 from lowtide.watch.waiting import who_waits_for_whom
-from lowtide.watch.watchdog import Watchdog
 from tests.kit.models import Chain
 from tests.kit.ranks import RankPool, in_a_new_process
-from tests.kit.training import refusal, settings
+from tests.kit.training import settings
 
 BATCH = (torch.ones(2, 8),)
 BLOCKED_SECONDS = 0.15
@@ -138,8 +136,6 @@ SHARED = {"transport": "shared_memory"}
             f"rank 0: step 1, forward of blocks.0, microbatch 0: {AGREEMENT}seq *)|{IN_STEP}",
             (["train_step", "sockets.py", "late_to"], ["stay_away", "late_to"]),  # in a wait of gloo
         ),
-        ("step", {"stage": 0}, REDUCTION, (["backward", "late_to"], [])),
-        ("step", {"stage": 2, **SHARED}, REDUCTION, (["backward", "late_to"], [])),
         ("step", SHARED, REDUCTION, (["backward", "late_to"], [])),
         (
             "data",
@@ -198,20 +194,6 @@ def after_closing(folder: str) -> str:
 
 def test_a_closed_engine_is_no_hang(ranks: RankPool, tmp_path: Path) -> None:
     assert ranks(1, after_closing, str(tmp_path)) == ["step 1, after engine.close()"]
-
-
-def reported_limit(folder: str) -> tuple[float | None, int]:
-    observer = Observer(folder)
-    given = config()
-    given["communication"]["step_timeout_seconds"] = 12.5
-    with lowtide.initialize(observed_net(), given):
-        found = read_progress(observer.paths[0], 0)
-        assert found is not None
-        return found.step_limit_seconds, found.pid - os.getpid()
-
-
-def test_the_limit_of_the_config_is_in_the_record(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(1, reported_limit, str(tmp_path)) == [(12.5, 0)]
 
 
 NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ", "lowtide: training alone on ")
@@ -284,23 +266,3 @@ def train_beside_a_launcher(record: str) -> str:
 def test_a_launcher_that_reads_the_record_says_it_instead(tmp_path: Path) -> None:
     assert in_a_new_process(train_beside_a_launcher, str(tmp_path / "rank0")) == ""
     assert (tmp_path / "rank0").exists()
-
-
-def test_the_thread_ends_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("LOWTIDE_PROGRESS_FILE", raising=False)
-    progress, watchdog = Progress(), Watchdog()
-    progress.turn_on()
-    watchdog.start(progress, 60.0)
-    assert any(thread.name == "lowtide watchdog" for thread in threading.enumerate())
-    started = time.monotonic()
-    watchdog.stop()
-    assert time.monotonic() - started < 30  # and not 60
-    assert not any(thread.name == "lowtide watchdog" for thread in threading.enumerate())
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(0, "expected more than 0, found 0"), ("60s", 'expected a number, found "60s"')]
-)
-def test_a_limit_that_is_none_is_refused(value: object, text: str) -> None:
-    found = refusal(Config.load, {"communication": {"step_timeout_seconds": value}})
-    assert "communication.step_timeout_seconds" in found and text in found

@@ -84,12 +84,6 @@ def test_a_feature_that_is_off_is_not_called() -> None:
     assert seen({}, every=0) == []
 
 
-def test_only_moments_that_a_feature_defines_are_called() -> None:
-    features = StepFeatures((Spy, StepFeature))
-    features.turn_on(StepFeature())
-    assert not any(getattr(features, moment) for moment in StepFeatures.__annotations__)
-
-
 @pytest.mark.parametrize("moment", list(StepFeatures.__annotations__))
 def test_features_come_in_the_order_of_the_table(moment: str) -> None:
     first, second = (type(name, (StepFeature,), {moment: lambda self: type(self)}) for name in ("First", "Second"))

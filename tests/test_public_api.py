@@ -10,12 +10,12 @@ import pytest
 import lowtide
 
 ROOT = Path(__file__).resolve().parents[1]
-MAX_IMPORT_SECONDS = 0.3
+MAX_IMPORT_SECONDS = 0.1  # of a processor
 
 
 def in_fresh_python(code: str) -> str:
     """What `code` prints in a Python process of its own."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -76,9 +76,9 @@ def test_import_adds_little_to_torch_and_training_imports_neither_a_compiler_nor
     MiB each."""
     code = """
 import sys, time, torch
-started = time.perf_counter()
+started = time.process_time()
 import lowtide
-print(time.perf_counter() - started)
+print(time.process_time() - started)
 from lowtide import Config, Engine, initialize
 print(torch.cuda.is_initialized())
 config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "adamw", "params": {"lr": 1e-3}}}
@@ -97,6 +97,4 @@ heavy += ("lowtide.engine.plan", "lowtide.engine.plan.measuring", "lowtide.kerne
 print([name for name in heavy if name in sys.modules])
 """
     lines = in_fresh_python(code).splitlines()
-    if float(lines[0]) > MAX_IMPORT_SECONDS:  # once more, as others may use the machine
-        lines = in_fresh_python(code).splitlines()
     assert float(lines[0]) <= MAX_IMPORT_SECONDS and (lines[1], lines[-1]) == ("False", "[]")

@@ -121,7 +121,7 @@ print("torch" in sys.modules)
 def test_the_executable_runs_a_module_from_any_folder(tmp_path: Path) -> None:
     (tmp_path / "my_job.py").write_text("import os, sys; print(os.environ['WORLD_SIZE'], sys.argv[1:])")
     command = [str(CHECKOUT / "bin/lowtide"), "launch", "--nproc", "1", "-m", "my_job", "--steps", "3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "1 ['--steps', '3']\n"), done.stderr
 
 

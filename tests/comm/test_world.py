@@ -175,7 +175,7 @@ def threads_before_and_after_close(transport: str) -> tuple[list[str], list[str]
     config = settings(3, communication={"transport": transport})
     engine = lowtide.initialize(nn.Linear(3, 3), config, loss_fn=lambda output, batch: output.square().mean())
     engine.train_step((torch.ones(2, 3),))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "pt_gloo_runloop" not in (meanwhile := gloo_threads()) and time.monotonic() < deadline:
         time.sleep(0.01)  # a thread of a process group names itself some time after it was started
     engine.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.kit.ranks import FORKS, WORKER_VARIABLES, environment, preloaded, reserved_port
+from tests.kit.ranks import FORKS, WORKER_VARIABLES, environment, preloaded, reserved_port, slowness
 
 TIMEOUT_SECONDS = 90
 IMPORTS = "import json, os, sys, time\nimport torch, lowtide\n"
@@ -30,7 +30,7 @@ def run_on_two_ranks(script: str, folder: Path) -> list[End]:
 
 
 def run_on_ranks(world_size: int, script: str, folder: Path) -> list[End]:
-    """In the folder, with the variables of a launcher. TimeoutError: after 90 s."""
+    """In the folder, with the variables of a launcher. TimeoutError: after 90 s of an idle machine."""
     FORKS.set_forkserver_preload(["tests.uncollected", *preloaded()])
     with reserved_port() as port:
         return _run_all(script, folder, [environment(rank, world_size, port) for rank in range(world_size)])
@@ -46,7 +46,7 @@ def _run_all(script: str, folder: Path, variables: list[dict[str, str]]) -> list
     running: dict[Any, int] = {process.sentinel: rank for rank, process in enumerate(ranks)}
     ends = [0.0] * len(ranks)
     while running:
-        ended = wait(list(running), TIMEOUT_SECONDS)
+        ended = wait(list(running), slowness() * TIMEOUT_SECONDS)
         for sentinel in ended:
             ends[running.pop(sentinel)] = time.monotonic()
         if not ended:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import threading
@@ -214,11 +215,11 @@ def train(limit: float | None, steps: list[float], after: float = 0.0) -> tuple[
     before = set(threading.enumerate())  # a rank of the pool may have some of another engine's
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         with lowtide.initialize(model, config, loss_fn=lambda output, batch: output.square().mean()) as engine:
-            took = []
+            ends = [time.monotonic()]  # what is between two steps counts as the later one's
             for Slow.seconds in steps:
-                started = time.monotonic()
                 engine.train_step((torch.ones(2, 4),))
-                took.append(time.monotonic() - started)
+                ends.append(time.monotonic())
+            took = [end - start for start, end in itertools.pairwise(ends)]
             assert engine.global_step == len(steps)
             threads = sorted(thread.name for thread in set(threading.enumerate()) - before)
         time.sleep(after)

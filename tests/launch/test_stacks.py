@@ -76,7 +76,7 @@ def start(path: Path) -> Iterator[Start]:
         process.stdout.close()
 
 
-def collected(path: Path, timeout_seconds: float = 2.0) -> str:
+def collected(path: Path, timeout_seconds: float = 60.0) -> str:
     return stacks.collect_stacks({0: str(path)}, timeout_seconds=timeout_seconds)[0]
 
 
@@ -111,6 +111,7 @@ def test_a_rank_that_has_not_imported_lowtide_is_not_signalled(start: Start, pat
 def test_a_rank_that_is_stopped_is_named_so(start: Start, path: Path) -> None:
     process = start(SLEEPS)
     process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED)
     expected = f"(no stack: process {process.pid} did not answer in 0.3 s; it is stopped, by SIGSTOP or a debugger)"
     assert collected(path, timeout_seconds=0.3) == expected
 

@@ -10,6 +10,7 @@ from lowtide.launch.job.stall import StallWatch
 from lowtide.launch.wire.messages import ProgressReport
 from lowtide.watch.progress import RankProgress, Wait
 from lowtide.watch.waiting import named, stalled, who_waits_for_whom
+from tests.kit.ranks import slowness
 from tests.launch.jobs import Job
 
 Ranks = dict[int, RankProgress | None]
@@ -183,7 +184,8 @@ STOPPED = "finished no step in time; all ranks were stopped"  # 1 rank or 2, as 
 def test_who_waits_for_whom_is_said_with_stacks(
     tmp_path: Any, options: tuple[str, ...], seconds: str, expected: int, told: list[str]
 ) -> None:
-    status, _, err = Job(tmp_path, STALLS, "--nproc", "2", *options, arguments=(seconds,)).finish()
+    hangs = str(float(seconds) * slowness())  # the stacks of both ranks are asked for meanwhile
+    status, _, err = Job(tmp_path, STALLS, "--nproc", "2", *options, arguments=(hangs,)).finish()
     assert status == expected and all(text in err for text in told) and bool(err) == bool(told), err
     assert err.count("lowtide launch: no step for ") <= 1 and err.count("in where_it_hangs") == 2 * bool(told)
 

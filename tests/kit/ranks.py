@@ -387,19 +387,21 @@ def run_in_fork(path: str, arguments: Sequence[str], descriptors: Sequence[int])
         os._exit(1)
 
 
-def on_ranks(num_ranks: int | str, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def on_ranks(
+    num_ranks: int | str, timeout: float = 60, pool: str = "ranks", process_group: bool = True
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A test whose body runs on so many ranks, each with the parameters and fixtures of the test, which are pickled.
 
-    num_ranks: the number, or the name of the parameter that has it.
+    num_ranks: the number, or the name of the parameter that has it. pool: the fixture that has the ranks.
     """
 
     def made(law: Callable[..., None]) -> Callable[..., None]:
-        def test(ranks: RankPool, **given: Any) -> None:
-            size = given[num_ranks] if isinstance(num_ranks, str) else num_ranks
-            ranks(size, law, *map(given.get, signature.parameters), timeout=timeout)
+        def test(**given: Any) -> None:
+            size, run = given[num_ranks] if isinstance(num_ranks, str) else num_ranks, given[pool]
+            run(size, law, *map(given.get, signature.parameters), timeout=timeout, process_group=process_group)
 
         signature = inspect.signature(law)
-        first = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=RankPool)
+        first = inspect.Parameter(pool, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=RankPool)
         test.__name__, test.__doc__, test.__module__ = law.__name__, law.__doc__, law.__module__
         of_test = signature.replace(parameters=[first, *signature.parameters.values()])
         vars(test).update(vars(law), law=law, __signature__=of_test)
@@ -407,6 +409,11 @@ def on_ranks(num_ranks: int | str, timeout: float = 60) -> Callable[[Callable[..
         return test
 
     return made
+
+
+def on_device(num_ranks: int | str = 1, timeout: float = 60) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `on_ranks`, on ranks whose accelerator is the pretended one, and which have no process group yet."""
+    return on_ranks(num_ranks, timeout, "pretend_ranks", process_group=False)
 
 
 def in_a_new_process(fn: Callable[..., Any], *args: Any, timeout: float = 60) -> Any:
@@ -542,7 +549,7 @@ def clean(environ: dict[str, str], folder: str) -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+    gc.collect(), gc.collect()  # an engine has cycles; with a loss scale, some go through nodes of the graph
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.engine.archive import checkpoint
 from tests.kit.models import FEATURES
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
 from tests.kit.training import ADAMW
 from tests.pretend.group import register
 
@@ -40,8 +40,19 @@ def steps(engine: lowtide.Engine, numbers: range) -> list[float]:
     return [engine.train_step((batch,)).loss.item() for batch in batches]
 
 
-def go_on(folder: str, save_on: str, load_on: str, is_async: bool) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "is_async", "save_on", "load_on"),
+    [
+        (1, False, "pretend", "pretend"),
+        (2, True, "pretend", "pretend"),
+        (2, False, "pretend", "cpu"),
+        (1, True, "cpu", "pretend"),
+    ],
+)
+@on_device("world_size")
+def test_training_goes_on(tmp_path: Path, world_size: int, is_async: bool, save_on: str, load_on: str) -> None:
     register()
+    folder = str(tmp_path)
     config: dict[str, Any] = {"checkpoint": {"async": is_async}}
     file = {"device": "nvme", "nvme_path": folder}
     in_files = {"zero_optimization": {"stage": 3, "offload_optimizer": file, "offload_param": file}}
@@ -59,33 +70,13 @@ def go_on(folder: str, save_on: str, load_on: str, is_async: bool) -> None:
     second.close()
 
 
-@pytest.mark.parametrize(
-    ("world_size", "is_async", "save_on", "load_on"),
-    [
-        (1, False, "pretend", "pretend"),
-        (2, True, "pretend", "pretend"),
-        (2, False, "pretend", "cpu"),
-        (1, True, "cpu", "pretend"),
-    ],
-)
-def test_training_goes_on(
-    pretend_ranks: RankPool, tmp_path: Path, world_size: int, is_async: bool, save_on: str, load_on: str
-) -> None:
-    pretend_ranks(world_size, go_on, str(tmp_path), save_on, load_on, is_async, process_group=False)
-
-
-def fail_to_write(folder: str) -> int:
-    """Bytes of pinned memory that a save in the background has not given back."""
+@on_device()
+def test_a_save_that_fails_gives_its_pinned_memory_back(tmp_path: Path) -> None:
     register()
     with engine_on("pretend", checkpoint={"async": True}) as engine:
         with patch.object(checkpoint, "write_part", side_effect=OSError("no space left")):
-            engine.save_checkpoint(folder)
+            engine.save_checkpoint(tmp_path)
             with pytest.raises(lowtide.CheckpointError, match="no space left"):
-                engine.save_checkpoint(folder)  # which waits for the first
+                engine.save_checkpoint(tmp_path)  # which waits for the first
         pool = engine._archive.checkpoints._pool
-        assert pool is not None
-        return pool.bytes_in_use
-
-
-def test_a_save_that_fails_gives_its_pinned_memory_back(pretend_ranks: RankPool, tmp_path: Path) -> None:
-    assert pretend_ranks(1, fail_to_write, str(tmp_path), process_group=False) == [0]
+        assert pool is not None and pool.bytes_in_use == 0

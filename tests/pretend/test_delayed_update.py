@@ -3,10 +3,11 @@
 import torch
 
 from lowtide.zero.versions import UpdateThread
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
 
 
-def delayed_update() -> list[float]:
+@on_device()
+def test_an_update_is_between_what_was_given_before_and_after_it() -> None:
     """Of a parameter on the device, from a gradient that the training's stream writes late."""
     device = torch.device("pretend", 0)
     parameter, gradient = torch.zeros(3, device=device), torch.zeros(3, device=device)
@@ -22,8 +23,4 @@ def delayed_update() -> list[float]:
     after = parameter * 2  # the training goes on with it
     delayed.end()
     delayed.close()
-    return after.tolist()
-
-
-def test_an_update_is_between_what_was_given_before_and_after_it(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(1, delayed_update, process_group=False) == [[14.0] * 3]
+    assert after.tolist() == [14.0] * 3

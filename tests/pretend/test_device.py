@@ -6,64 +6,25 @@ import os
 import signal
 import tempfile
 import threading
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.kit.ranks import RankError, RankPool
+from tests.kit.ranks import RankError, RankPool, on_device
 from tests.pretend.device import host_waits, issue, open_for_host
 
 
-def ordinary_work() -> None:
-    """What models, optimizers and programs do with a device gives the CPU's numbers, and waits for nothing."""
-    assert str(torch.accelerator.current_accelerator()) == "pretend" and torch.accelerator.device_count() == 8
-    ours, theirs = (make_model().to(device) for device in ("pretend", "cpu"))
-    batch = torch.randn(4, 5)
-    on_device = batch.to("pretend")
-    optimizers = [torch.optim.AdamW(model.parameters(), fused=True) for model in (ours, theirs)]
-    with host_waits() as waits:
-        torch.manual_seed(1)
-        for _ in range(2):
-            loss = ours(on_device).square().mean()
-            loss.backward()
-            optimizers[0].step()
-            optimizers[0].zero_grad()
-    assert waits == []
-    torch.manual_seed(1)
-    for _ in range(2):
-        expected = theirs(batch).square().mean()
-        expected.backward()
-        optimizers[1].step()
-        optimizers[1].zero_grad()
-    assert torch.equal(loss.cpu(), expected)
-    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(one.detach().cpu(), other.detach())
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.GELU(), nn.Dropout(0.5), nn.Linear(7, 3))
-
-
-def test_a_model_trains_as_on_the_cpu(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, ordinary_work, process_group=False)
-
-
-def backward_thread() -> tuple[int, int]:
-    threads = []
+@on_device()
+def test_backward_runs_in_a_thread_of_its_own() -> None:
+    threads: list[int] = []
     weight = torch.ones(3, device="pretend", requires_grad=True)
     weight.register_hook(lambda _: threads.append(threading.get_ident()))
     weight.sum().backward()
-    return threads[0], threading.get_ident()
+    assert threads[0] != threading.get_ident()
 
 
-def test_backward_runs_in_a_thread_of_its_own(pretend_ranks: RankPool) -> None:
-    [(backward, main)] = pretend_ranks(1, backward_thread, process_group=False)
-    assert backward != main
-
-
-def copy_in(waits: bool) -> list[float]:
+def copy_in(waits: bool) -> None:
     pinned = torch.full((3,), 7.0).pin_memory()
     on_device, side = torch.empty(3, device="pretend"), torch.Stream("pretend")
     with side:
@@ -71,28 +32,19 @@ def copy_in(waits: bool) -> list[float]:
     if waits:
         torch.accelerator.current_stream().wait_stream(side)
     try:
-        return (on_device + 0).tolist()
+        assert (on_device + 0).tolist() == [7.0] * 3
     finally:
         side.synchronize()
 
 
-def copy_out(waits: bool) -> list[float]:
+def copy_out(waits: bool) -> None:
     pinned = torch.zeros(3).pin_memory()
     on_device = torch.full((3,), 7.0, device="pretend")
     pinned.copy_(on_device, non_blocking=True)
     if waits:
         torch.accelerator.current_stream().record_event().synchronize()
-    result = pinned.tolist()
+    assert pinned.tolist() == [7.0 if waits else 0.0] * 3
     torch.accelerator.synchronize()
-    return result
-
-
-def test_a_copy_is_there_when_it_was_waited_for(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(1, copy_in, True, process_group=False) == [[7.0] * 3]
-    assert pretend_ranks(1, copy_out, True, process_group=False) == [[7.0] * 3]
-    assert pretend_ranks(1, copy_out, False, process_group=False) == [[0.0] * 3]
-    with pytest.raises(RankError, match=r"add on stream 0 reads memory that stream .* writes, and has not waited for"):
-        pretend_ranks(1, copy_in, False, process_group=False)
 
 
 def read_what_is_being_written(waits: bool) -> None:
@@ -106,35 +58,29 @@ def read_what_is_being_written(waits: bool) -> None:
     assert doubled.tolist() == [2.0] * 3
 
 
-def test_a_stream_waits_for_what_it_reads(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, read_what_is_being_written, True, process_group=False)
-    with pytest.raises(
-        RankError, match=r"mul on stream .* reads memory that stream 0 writes, and has not waited for it"
-    ):
-        pretend_ranks(1, read_what_is_being_written, False, process_group=False)
-
-
-def free_before_a_copy(record: bool) -> None:
+def free_before_a_copy(records: bool) -> None:
     pinned, side = torch.zeros(3).pin_memory(), torch.Stream("pretend")
     on_device = torch.empty(3, device="pretend")
     with side:
         on_device.copy_(pinned, non_blocking=True)
-    if record:
+    if records:
         on_device.record_stream(side)
     before = torch.accelerator.memory_allocated()
     del on_device
-    assert torch.accelerator.memory_allocated() == before - (0 if record else 12)
+    assert torch.accelerator.memory_allocated() == before - (0 if records else 12)
     side.synchronize()
     assert torch.accelerator.memory_allocated() == before - 12
 
 
-def test_memory_stays_until_the_streams_that_use_it_were_told(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, free_before_a_copy, True, process_group=False)
-    with pytest.raises(RankError, match=r"a copy on stream .* uses memory of the pretend device that was freed before"):
-        pretend_ranks(1, free_before_a_copy, False, process_group=False)
+@on_device()
+def test_what_was_waited_for_is_there() -> None:
+    for act in (copy_in, copy_out, read_what_is_being_written, free_before_a_copy):
+        act(True)
+    copy_out(False)
 
 
-def free_during_a_copy() -> int:
+@on_device()
+def test_memory_stays_until_a_copy_in_another_thread_has_ended() -> None:
     """How many of the copied values are wrong, where another thread runs the copy."""
     values = torch.ones(1 << 25, dtype=torch.uint8, device="pretend")
     pinned, side, begun = (
@@ -152,15 +98,12 @@ def free_during_a_copy() -> int:
     begun.wait()
     del values
     waiter.join()
-    return int((pinned != 1).sum())
+    assert bool((pinned == 1).all())
 
 
-def test_memory_stays_until_a_copy_in_another_thread_has_ended(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(1, free_during_a_copy, process_group=False) == [0]
-
-
-def touch(freed: bool) -> tuple[int, str]:
-    """How a process ends that does it, and what it has said."""
+@pytest.mark.parametrize("freed", [False, True])
+@on_device()
+def test_the_host_cannot_touch_its_memory(freed: bool) -> None:
     values = torch.zeros(3, device="pretend")
     address = values.data_ptr()
     assert open_for_host(values).tolist() == [0.0] * 3
@@ -172,18 +115,27 @@ def touch(freed: bool) -> tuple[int, str]:
             faulthandler.enable(said)
             ctypes.string_at(address, 4)
             os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSEGV
         said.seek(0)
-        return status, said.read().decode()
+        assert b"in test_the_host_cannot_touch" in said.read()
 
 
-@pytest.mark.parametrize("freed", [False, True])
-def test_the_host_cannot_touch_its_memory(pretend_ranks: RankPool, freed: bool) -> None:
-    [(status, said)] = pretend_ranks(1, touch, freed, process_group=False)
-    assert status == -signal.SIGSEGV and "in touch" in said
+WAITS = [
+    "a value is read by the host",
+    "a copy to the host that blocks",
+    "a copy from memory that is not pinned",
+    "a copy from the host that blocks",
+    "the host must know what aten::index finds",
+    "the host must know what aten::nonzero finds",
+    "the host must know what aten::equal finds",
+    "the device is synchronized",
+    "a stream is synchronized",
+    "an event is synchronized",
+]
 
 
-def all_waits() -> list[str]:
+@on_device()
+def test_waits_of_the_host_are_told() -> None:
     values = torch.arange(3.0, device="pretend")
     pinned = torch.zeros(3).pin_memory()
     pinned_int = torch.zeros(1, dtype=torch.long).pin_memory()
@@ -203,26 +155,8 @@ def all_waits() -> list[str]:
         torch.accelerator.synchronize()
         torch.accelerator.current_stream().synchronize()
         torch.accelerator.current_stream().record_event().synchronize()
-    assert all("all_waits" in str(wait) for wait in waits)
-    return [wait.why for wait in waits]
-
-
-WAITS = [
-    "a value is read by the host",
-    "a copy to the host that blocks",
-    "a copy from memory that is not pinned",
-    "a copy from the host that blocks",
-    "the host must know what aten::index finds",
-    "the host must know what aten::nonzero finds",
-    "the host must know what aten::equal finds",
-    "the device is synchronized",
-    "a stream is synchronized",
-    "an event is synchronized",
-]
-
-
-def test_waits_of_the_host_are_told(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(1, all_waits, process_group=False) == [WAITS]
+    assert all("test_waits_of_the_host_are_told" in str(wait) for wait in waits)
+    assert [wait.why for wait in waits] == WAITS
 
 
 def wait_where_none_may_be() -> None:
@@ -234,34 +168,37 @@ def mix_devices() -> None:
     torch.ones(3, device="pretend").add(torch.ones(3))
 
 
+STREAMS = "memory that stream .* writes, and has not waited for"
+
+
 @pytest.mark.parametrize(
-    ("does", "text"),
+    ("does", "given", "text"),
     [
-        (wait_where_none_may_be, "the host waits for the pretend device: a value is read by the host"),
-        (mix_devices, "Expected all tensors to be on the same device"),
+        (wait_where_none_may_be, (), "the host waits for the pretend device: a value is read by the host"),
+        (mix_devices, (), "Expected all tensors to be on the same device"),
+        (copy_in, (False,), f"add on stream 0 reads {STREAMS}"),
+        (read_what_is_being_written, (False,), f"mul on stream .* reads {STREAMS} it"),
+        (free_before_a_copy, (False,), "a copy on stream .* uses memory of the pretend device that was freed before"),
     ],
 )
-def test_errors_are_told(pretend_ranks: RankPool, does: object, text: str) -> None:
-    assert callable(does)
+def test_errors_are_told(pretend_ranks: RankPool, does: Any, given: tuple[bool, ...], text: str) -> None:
     with pytest.raises(RankError, match=text):
-        pretend_ranks(1, does, process_group=False)
+        pretend_ranks(1, does, *given, process_group=False)
 
 
-def count_memory() -> tuple[int, int, int]:
+@on_device()
+def test_memory_is_counted_to_the_byte() -> None:
     before = torch.accelerator.memory_allocated()
     torch.accelerator.reset_peak_memory_stats()
     kept = torch.zeros(100, device="pretend")
     del kept
     kept = torch.zeros(7, device="pretend")
-    now = torch.accelerator.memory_allocated()
-    return now - before, torch.accelerator.max_memory_allocated() - before, kept.numel()
+    assert torch.accelerator.memory_allocated() - before == kept.nbytes == 28
+    assert torch.accelerator.max_memory_allocated() - before == 400
 
 
-def test_memory_is_counted_to_the_byte(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(1, count_memory, process_group=False) == [(28, 400, 7)]
-
-
-def tasks() -> list[str]:
+@on_device()
+def test_tasks_run_late_and_in_order() -> None:
     done: list[str] = []
     first, second = torch.Stream("pretend"), torch.Stream("pretend")
     issue(lambda: done.append("first"), first)
@@ -269,11 +206,7 @@ def tasks() -> list[str]:
     issue(lambda: done.append("second"), second)
     done.append("host")
     second.synchronize()
-    return done
-
-
-def test_tasks_run_late_and_in_order(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(1, tasks, process_group=False) == [["host", "first", "second"]]
+    assert done == ["host", "first", "second"]
 
 
 def test_this_process_does_not_see_it(pretend_ranks: RankPool) -> None:

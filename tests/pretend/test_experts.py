@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
 from tests.parallel.test_expert_routing import Experts, batch_of, config_of, model
 from tests.pretend import group
 from tests.pretend.test_host_waits import waits_of
@@ -47,13 +47,10 @@ def train(stage: int, config: dict[str, Any]) -> tuple[list[float], list[int]]:
     return [norm.item() for norm in norms], waits
 
 
-def on_device(stage: int) -> tuple[list[float], list[float], list[int]]:
-    on_cpu, _ = train(stage, {"device": "cpu", "communication": {"transport": "native"}})
+@on_device(2)
+def test_a_device_has_the_values_of_the_cpu() -> None:
+    on_cpu, _ = train(3, {"device": "cpu", "communication": {"transport": "native"}})
     group.register()
-    return on_cpu, *train(stage, {"device": "pretend"})
-
-
-def test_a_device_has_the_values_of_the_cpu(pretend_ranks: RankPool) -> None:
-    for on_cpu, norms, waits in pretend_ranks(2, on_device, 3, process_group=False):
-        assert norms == pytest.approx(on_cpu, rel=1e-9)
-        assert waits[-1] <= LAYERS + 1, "one for the counts of each layer, and that of every step"
+    norms, waits = train(3, {"device": "pretend"})
+    assert norms == pytest.approx(on_cpu, rel=1e-9)
+    assert waits[-1] <= LAYERS + 1, "one for the counts of each layer, and that of every step"

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.kit.ranks import RankError, RankPool
+from tests.kit.ranks import RankError, RankPool, on_device
 from tests.pretend import group
 from tests.pretend.queues import Post
 
@@ -19,7 +19,7 @@ GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def talk(is_eager: bool, orders: list[list[str]]) -> bool:
+def talk(is_eager: bool, orders: list[list[str]]) -> None:
     """Two ranks send each other a value, each in its order; "batch": both in one."""
     group.join_on_cpu(is_eager)
     other = 1 - dist.get_rank()
@@ -36,13 +36,14 @@ def talk(is_eager: bool, orders: list[list[str]]) -> bool:
     assert received.isnan().all()
     for work in works:
         work.wait()
-    return bool((received == other).all())
+    assert (received == other).all()
 
 
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize("orders", [[["send", "receive"], RECEIVES_FIRST], [["batch"], ["batch"]]])
-def test_messages_match_in_their_order(pretend_ranks: RankPool, is_eager: bool, orders: list[list[str]]) -> None:
-    assert pretend_ranks(2, talk, is_eager, orders, process_group=False) == [True, True]
+@on_device(2)
+def test_messages_match_in_their_order(is_eager: bool, orders: list[list[str]]) -> None:
+    talk(is_eager, orders)
 
 
 def test_two_ranks_that_receive_first_hang(pretend_ranks: RankPool) -> None:
@@ -52,7 +53,8 @@ def test_two_ranks_that_receive_first_hang(pretend_ranks: RankPool) -> None:
         pretend_ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False)
 
 
-def talk_slowly() -> bool:
+@on_device(2)
+def test_what_is_there_and_was_not_taken_yet_is_no_hang() -> None:
     """Rank 0's thread comes late to what is there for it, and the hosts wait meanwhile."""
     get = Post._get
 
@@ -61,14 +63,11 @@ def talk_slowly() -> bool:
         return get(post, key, looking)
 
     with mock.patch.object(Post, "_get", come_late):
-        return talk(False, [["send", "receive"], RECEIVES_FIRST])
+        talk(False, [["send", "receive"], RECEIVES_FIRST])
 
 
-def test_what_is_there_and_was_not_taken_yet_is_no_hang(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(2, talk_slowly, process_group=False) == [True, True]
-
-
-def collectives() -> list[float]:
+@on_device(2)
+def test_collectives() -> None:
     group.join_on_cpu()
     rank = dist.get_rank()
     total, everything, part, swapped = torch.full((4,), rank + 1.0), torch.empty(4), torch.empty(2), torch.empty(4)
@@ -84,13 +83,9 @@ def collectives() -> list[float]:
     objects: list[object] = [None, None]
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": 0}, {"rank": 1}]
-    return [*total[:1].tolist(), *everything.tolist(), *part.tolist(), *swapped.tolist()]
-
-
-def test_collectives(pretend_ranks: RankPool) -> None:
-    shared = [3.0, 0.0, 0.0, 1.0, 1.0]
-    expected = [[*shared, 0.0, 2.0, 0.0, 1.0, 4.0, 5.0], [*shared, 4.0, 6.0, 2.0, 3.0, 6.0, 7.0]]
-    assert pretend_ranks(2, collectives, process_group=False) == expected
+    found = [total[:1].tolist(), everything.tolist(), part.tolist(), swapped.tolist()]
+    own = [[[0.0, 2.0], [0.0, 1.0, 4.0, 5.0]], [[4.0, 6.0], [2.0, 3.0, 6.0, 7.0]]]
+    assert found == [[3.0], [0.0, 0.0, 1.0, 1.0], *own[rank]]
 
 
 def other_order() -> None:

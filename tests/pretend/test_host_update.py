@@ -18,9 +18,8 @@ from lowtide.offload import HostCopies, HostPool, OffloadError
 from lowtide.zero.host_update import MAX_LEAVING, HostSum, HostUpdate
 from lowtide.zero.optimizer import ShardedOptimizer
 from tests.kit.models import mlp, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
 from tests.kit.training import refusal, settings
-from tests.pretend.test_host_waits import collected
 
 
 def config_of(stage: int, more: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
@@ -29,7 +28,8 @@ def config_of(stage: int, more: dict[str, Any] | None = None, **sections: Any) -
     return settings(stage, device="auto", zero_optimization=zero, **sections)
 
 
-def sum_on_the_host() -> None:
+@on_device()
+def test_sums_come_back_in_order_and_at_most_two_gradients_are_on_their_way() -> None:
     device = torch.device("pretend", 0)
     pool = HostPool(pinned=True)
     host = HostUpdate(HostCopies(device), pool)
@@ -49,11 +49,8 @@ def sum_on_the_host() -> None:
     host.close()
 
 
-def test_sums_come_back_in_order_and_at_most_two_gradients_are_on_their_way(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, sum_on_the_host, process_group=False)
-
-
-def add_two_backwards_up() -> None:
+@on_device()
+def test_two_backwards_before_a_step_add_up() -> None:
     """Each of two losses has its own backward, at the boundary."""
     overlaps: list[dict[str, Any]] = [{}, {"overlap": "delayed", "delay_after_steps": 0}]
     for more, stage in product(overlaps, (0, 2, 3)):
@@ -64,11 +61,8 @@ def add_two_backwards_up() -> None:
             assert engine.step().grad_norm.item() == pytest.approx(101**0.5)
 
 
-def test_two_backwards_before_a_step_add_up(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, add_two_backwards_up, process_group=False)
-
-
-def fail_to_update() -> None:
+@on_device()
+def test_an_update_that_failed_is_told_where_its_parameters_are_used() -> None:
     with lowtide.initialize(mlp(), config_of(3)) as engine:
         with patch.object(ShardedOptimizer, "_change", side_effect=RuntimeError("the disk")):
             engine.train_step(vector_batch(0, 2))
@@ -79,14 +73,7 @@ def fail_to_update() -> None:
             assert "continue from a checkpoint (engine.load_checkpoint)" in text
 
 
-def test_an_update_that_failed_is_told_where_its_parameters_are_used(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, fail_to_update, process_group=False)
-
-
-def refuse_an_own_optimizer() -> None:
+@on_device()
+def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
     text = refusal(lowtide.initialize, mlp(), config_of(0, optimizer=None), optimizer=torch.optim.RMSprop)
     assert 'offload_optimizer.device: "cpu" needs an optimizer of the config' in text and text.endswith('set "none"')
-
-
-def test_a_caller_s_own_optimizer_stays_on_the_device(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, refuse_an_own_optimizer, process_group=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
 from tests.kit.features import FIRST_STEPS, MORE_WAITS, OF_THE_CPU, case_of, feature_sets, num_ranks, start_in
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_device
 from tests.pretend import device, group, queues, values
 
 WIDTH = 32
@@ -54,12 +54,6 @@ def make_engine(model: nn.Module, config: dict[str, Any], **given: Any) -> Engin
     group.register()
     options = {"device": "pretend", "optimizer": {"type": "adamw"}, "steps_per_print": 0}
     return lowtide.initialize(model, {**options, **config}, **given)
-
-
-def collected(act: Callable[..., None], *args: Any) -> None:
-    """Leaves no memory of the device in use: with a loss scale, an engine's cycles go through nodes of the graph."""
-    act(*args)
-    gc.collect(), gc.collect()
 
 
 def waits_of(act: Callable[[], object]) -> list[str]:
@@ -106,18 +100,15 @@ def test_a_step_waits_once_with_all_features(pretend_ranks: RankPool, tmp_path: 
     assert "\n".join(text for broken in found for text in broken) == ""
 
 
-def check_more_waits(folder: Path) -> None:
+@on_device(2)
+def test_what_waits_more_often_is_declared(tmp_path: Path) -> None:
     """That what is declared is so."""
-    start_in(folder)
+    start_in(tmp_path)
     for one in MORE_WAITS:
         assert len(counts_of({"stage 3"} | ({one} if isinstance(one, str) else one), 1)[0]) > 1, one
     for one, error in OF_THE_CPU.items():
         with pytest.raises(ValueError, match=error):
             counts_of({"stage 3"} | ({one} if isinstance(one, str) else one), 0)
-
-
-def test_what_waits_more_often_is_declared(pretend_ranks: RankPool, tmp_path: Path) -> None:
-    pretend_ranks(2, check_more_waits, tmp_path, process_group=False)
 
 
 def by_hand(engine: Engine, batch: Tensor) -> None:
@@ -155,16 +146,6 @@ WAYS: dict[str, tuple[dict[str, Any], Callable[[Engine, Tensor], None]]] = {
 }
 
 
-def check_way(way: str) -> None:
-    config, act = WAYS[way]
-    with make_engine(
-        Net(3, lacks=True), config
-    ) as engine:  # of the parameter without a gradient, all ranks must say so
-        for _ in range(2):
-            waits = waits_of(lambda: act(engine, torch.randn(2, WIDTH)))
-            assert len(waits) <= 1, "\n".join(waits)
-
-
 def check_monitors(folder: str) -> None:
     place = {"enabled": True, "output_path": folder}
     for stage in (0, 3):
@@ -176,25 +157,28 @@ def check_monitors(folder: str) -> None:
 
 
 def test_a_step_that_is_written_and_profiled_waits_once_too(pretend_ranks: RankPool, tmp_path: Path) -> None:
-    pretend_ranks(2, collected, check_monitors, str(tmp_path), process_group=False)
+    pretend_ranks(2, check_monitors, str(tmp_path), process_group=False)
     (table,) = tmp_path.glob("*/metrics.csv")
     assert [line.partition(",")[0] for line in table.read_text().splitlines()] == ["step", "1", "2", "3"]
 
 
-def check_own_optimizer() -> None:
+@pytest.mark.parametrize("way", WAYS)
+@on_device()
+def test_other_ways_to_step_wait_once_too(way: str) -> None:
+    config, act = WAYS[way]
+    model = Net(3, lacks=True)  # of the parameter without a gradient, all ranks must say so
+    with make_engine(model, config) as engine:
+        for _ in range(2):
+            waits = waits_of(lambda: act(engine, torch.randn(2, WIDTH)))
+            assert len(waits) <= 1, "\n".join(waits)
+
+
+@on_device()
+def test_an_optimizer_of_torch_waits_once_too() -> None:
     model = Net(3)
     with make_engine(model, {"optimizer": None}, optimizer=lambda params: torch.optim.RMSprop(params)) as engine:
         for _ in range(2):
             assert len(waits_of(lambda: engine.train_step((torch.randn(2, WIDTH),)))) <= 1
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_other_ways_to_step_wait_once_too(pretend_ranks: RankPool, way: str) -> None:
-    pretend_ranks(1, collected, check_way, way, process_group=False)
-
-
-def test_an_optimizer_of_torch_waits_once_too(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, check_own_optimizer, process_group=False)
 
 
 # -- what the device knows before the host does -----------------------------------------------------------------------
@@ -204,7 +188,16 @@ def weights(engine: Engine) -> list[Tensor]:
     return list(engine.state_dict().values())
 
 
-def step_with_infinity(config: dict[str, Any], in_backward: bool) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        *({}, {"gradient_clipping": 0.1}, PRECISIONS["bf16"], PRECISIONS["fp16"], IN_8_BITS, IN_BACKWARD),
+        *(SPECULATIVE, {**SPECULATIVE, **PRECISIONS["fp16"]}),
+    ],
+)
+@on_device()
+def test_an_update_that_was_started_changes_nothing(config: dict[str, Any]) -> None:
+    in_backward = config == IN_BACKWARD
     with make_engine(Net(2), config) as engine:
         train_step(engine, torch.randn(2, WIDTH))
         before, num_steps = weights(engine), engine.optimizer.num_steps
@@ -222,18 +215,8 @@ def step_with_infinity(config: dict[str, Any], in_backward: bool) -> None:
             assert engine.optimizer.num_steps == num_steps
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *({}, {"gradient_clipping": 0.1}, PRECISIONS["bf16"], PRECISIONS["fp16"], IN_8_BITS, IN_BACKWARD),
-        *(SPECULATIVE, {**SPECULATIVE, **PRECISIONS["fp16"]}),
-    ],
-)
-def test_an_update_that_was_started_changes_nothing(pretend_ranks: RankPool, config: dict[str, Any]) -> None:
-    pretend_ranks(1, collected, step_with_infinity, config, config is IN_BACKWARD, process_group=False)
-
-
-def change_by_data() -> None:
+@on_device()
+def test_a_change_by_data_is_told_at_the_end_of_the_step() -> None:
     with make_engine(Net(2), {**PRECISIONS["bf16"], "gradient_accumulation_steps": 2}) as engine:
         for _ in range(2):
             train_step(engine, torch.randn(2, WIDTH))
@@ -242,7 +225,3 @@ def change_by_data() -> None:
         for _ in range(2):  # until it is put right
             with pytest.raises(ValueError, match=r"'blocks.1.wide.weight' was changed through \.data"):
                 train_step(engine, torch.randn(2, WIDTH))
-
-
-def test_a_change_by_data_is_told_at_the_end_of_the_step(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, change_by_data, process_group=False)

@@ -2,7 +2,6 @@
 
 import gc
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,8 @@ import lowtide
 from lowtide.zero.sequence import StateError
 from tests.engine.test_blueprint import BF16, FP32, config_of
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
+from tests.kit.training import refusal
 from tests.pretend.group import register
 
 HOST = {"device": "cpu"}
@@ -58,12 +58,6 @@ def allocated() -> int:
     return int(torch.accelerator.memory_allocated())
 
 
-def refusal(call: Callable[[], object]) -> str:
-    with pytest.raises(StateError) as caught:
-        call()
-    return str(caught.value)
-
-
 def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
     """Losses, weights, and what is wrong with what was offloaded after two steps of three."""
     torch.manual_seed(0)
@@ -97,7 +91,7 @@ def trained(case: Case, lends: bool) -> tuple[list[float], dict[str, torch.Tenso
                 ("a forward" if is_away else "backward", lambda own=own: engine.train_step(own)),
                 ("reading or writing full weights", engine.state_dict),
             ):
-                if not re.match(f"{what}: {found}", said := refusal(call)):
+                if not re.match(f"{what}: {found}", said := refusal(call, kind=StateError)):
                     wrong.append(said)
             if not is_away:
                 losses.append(engine.eval_step(own).item())
@@ -114,14 +108,16 @@ def plain(case: Case) -> Case:
     return Case(case.stage if case.accumulation > 1 else 0, case.more, late, accumulation=case.accumulation)
 
 
-def compared_all() -> dict[str, list[str]]:
+@on_device(2)
+def test_offloaded_states_are_free_and_come_back() -> None:
     register()
     plain_cases: list[Case] = []
     for case in map(plain, CASES.values()):
         if case not in plain_cases:
             plain_cases.append(case)
     outcomes = [trained(case, lends=False) for case in plain_cases]
-    return {name: compared(case, *outcomes[plain_cases.index(plain(case))]) for name, case in CASES.items()}
+    found = {name: compared(case, *outcomes[plain_cases.index(plain(case))]) for name, case in CASES.items()}
+    assert found == {name: [] for name in CASES}
 
 
 def compared(case: Case, losses: list[float], weights: dict[str, torch.Tensor], _: list[str]) -> list[str]:
@@ -130,21 +126,6 @@ def compared(case: Case, losses: list[float], weights: dict[str, torch.Tensor], 
     if losses != kept:
         wrong.append(f"losses {losses}, and {kept}")
     return wrong + [name for name, value in weights.items() if not torch.equal(value, values[name])]
-
-
-def test_offloaded_states_are_free_and_come_back(pretend_ranks: RankPool) -> None:
-    for found in pretend_ranks(2, compared_all, process_group=False):
-        assert found == {name: [] for name in CASES}
-
-
-def refused(kinds: list[str], stage: int) -> str:
-    register()
-    with (
-        lowtide.initialize(models.TinyGPT(width=16, layers=2), config_of(stage, 1, "auto", **BF16)) as engine,
-        pytest.raises(ValueError) as caught,
-    ):
-        engine.offload_states(kinds)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -158,9 +139,12 @@ def refused(kinds: list[str], stage: int) -> str:
         ),
     ],
 )
-def test_what_cannot_be_offloaded(pretend_ranks: RankPool, kinds: list[str], stage: int, expected: str) -> None:
-    for said in pretend_ranks(2, refused, kinds, stage, process_group=False):
-        assert said.startswith(f"engine.offload_states(): {expected}")
+@on_device(2)
+def test_what_cannot_be_offloaded(kinds: list[str], stage: int, expected: str) -> None:
+    register()
+    with lowtide.initialize(models.TinyGPT(width=16, layers=2), config_of(stage, 1, "auto", **BF16)) as engine:
+        text = refusal(engine.offload_states, kinds)
+    assert text.startswith(f"engine.offload_states(): {expected}")
 
 
 def test_on_the_host_there_is_nothing_to_lend() -> None:
@@ -172,15 +156,12 @@ def test_on_the_host_there_is_nothing_to_lend() -> None:
         engine.train_step(models.token_batch(1, 2))
 
 
-def closed_while_offloaded() -> bool:
+@on_device(2)
+def test_an_engine_may_be_closed_meanwhile() -> None:
     """The model has its parameters when the engine is closed."""
     register()
     with lowtide.initialize(models.TinyGPT(width=16, layers=2), config_of(3, 1, "auto", **BF16)) as engine:
         engine.train_step(models.token_batch(0, 2))
         expected = engine.memory().parameter_bytes
         engine.offload_states()
-    return engine.memory().parameter_bytes == expected
-
-
-def test_an_engine_may_be_closed_meanwhile(pretend_ranks: RankPool) -> None:
-    assert pretend_ranks(2, closed_while_offloaded, process_group=False) == [True, True]
+    assert engine.memory().parameter_bytes == expected

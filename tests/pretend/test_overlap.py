@@ -15,9 +15,9 @@ from lowtide.offload import HostCopies
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.host_update import HostUpdate
 from lowtide.zero.optimizer import ShardedOptimizer
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
 from tests.pretend.host_order import Event, check_order
-from tests.pretend.test_host_waits import PRECISIONS, WIDTH, Net, collected, make_engine, train_step
+from tests.pretend.test_host_waits import PRECISIONS, WIDTH, Net, make_engine, train_step
 
 NUM = 4
 NAMES = [f"blocks.{index}" for index in range(NUM)]
@@ -34,8 +34,12 @@ class Told(Tensor):
         return super().copy_(*given, **options)
 
 
-def two_threads_copy() -> None:
-    """The second begins within the copy of the first, and ends after it."""
+@on_device()
+def test_two_threads_copy_at_once() -> None:
+    """As the training, whose gradients leave, and the thread that updates speculatively.
+
+    The second begins within the copy of the first, and ends after it.
+    """
     device, current = torch.device("pretend", 0), torch.accelerator.current_stream
     copies, values = HostCopies(device), torch.ones(3, device=device)
     has_begun, may_end = threading.Event(), threading.Event()
@@ -65,11 +69,6 @@ def two_threads_copy() -> None:
         first = copied(begin_both)
         may_end.set()
         assert first == second[0].result() == [1.0] * 3
-
-
-def test_two_threads_copy_at_once(pretend_ranks: RankPool) -> None:
-    """As the training, whose gradients leave, and the thread that updates speculatively."""
-    pretend_ranks(1, two_threads_copy, process_group=False)
 
 
 class Record:
@@ -141,7 +140,9 @@ def steps_with(zero: dict[str, Any], precision: str, must: Callable[[Record, str
     return record.events
 
 
-def train_and_check(overlap: str, precision: str) -> None:
+@pytest.mark.parametrize(("overlap", "precision"), [("none", "bf16"), ("none", "fp32"), ("speculative", "bf16")])
+@on_device()
+def test_each_unit_waits_for_its_own_update_alone(overlap: str, precision: str) -> None:
     def must(record: Record, what: str, name: str) -> None:
         index = NAMES.index(name)
         if overlap == "none" and what == "update" and index:  # it waits for no update but its own
@@ -151,11 +152,6 @@ def train_and_check(overlap: str, precision: str) -> None:
 
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "overlap": overlap}}
     check_order(steps_with(zero, precision, must), NAMES, overlap == "speculative")
-
-
-@pytest.mark.parametrize(("overlap", "precision"), [("none", "bf16"), ("none", "fp32"), ("speculative", "bf16")])
-def test_each_unit_waits_for_its_own_update_alone(pretend_ranks: RankPool, overlap: str, precision: str) -> None:
-    pretend_ranks(1, collected, train_and_check, overlap, precision, process_group=False)
 
 
 def explode(gradient: Tensor) -> None:
@@ -182,11 +178,8 @@ def trained(overlap: str, fails: bool) -> list[Tensor]:
 _LATE: dict[str, dict[str, int]] = {"none": {}, "speculative": {}, "delayed": {"delay_after_steps": 0}}
 
 
-def check_errors() -> None:
+@on_device()
+def test_an_error_while_gradients_leave_changes_nothing() -> None:
     for overlap in _LATE:
         fine, failed = trained(overlap, False), trained(overlap, True)
         assert all(torch.equal(a, b) for a, b in zip(fine, failed, strict=True)), overlap
-
-
-def test_an_error_while_gradients_leave_changes_nothing(pretend_ranks: RankPool) -> None:
-    pretend_ranks(1, collected, check_errors, process_group=False)

@@ -1,5 +1,6 @@
 """Who pins memory, and who asks an accelerator for anything."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -8,12 +9,20 @@ import torch
 
 import lowtide
 from tests.kit.models import mlp, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
 from tests.kit.training import ADAMW
 
 
-def offloading(device: str, section: dict[str, Any]) -> list[int]:
-    """Sizes of what is pinned by a training."""
+@pytest.mark.parametrize(
+    ("device", "section", "pins"),
+    [
+        ("auto", {"device": "cpu"}, True),
+        ("auto", {"device": "cpu", "pin_memory": False}, False),
+        ("cpu", {"device": "cpu"}, False),
+    ],
+)
+@on_device()
+def test_memory_is_pinned_for_an_accelerator_that_trains(device: str, section: dict[str, Any], pins: bool) -> None:
     pinned = []
     make = torch.empty
 
@@ -30,25 +39,11 @@ def offloading(device: str, section: dict[str, Any]) -> list[int]:
         engine = lowtide.initialize(mlp(), config)
         engine.train_step(vector_batch(0, 1))
         engine.close()
-    return pinned
-
-
-@pytest.mark.parametrize(
-    ("device", "section", "pins"),
-    [
-        ("auto", {"device": "cpu"}, True),
-        ("auto", {"device": "cpu", "pin_memory": False}, False),
-        ("cpu", {"device": "cpu"}, False),
-    ],
-)
-def test_memory_is_pinned_for_an_accelerator_that_trains(
-    pretend_ranks: RankPool, device: str, section: dict[str, Any], pins: bool
-) -> None:
-    [pinned] = pretend_ranks(1, offloading, device, section, process_group=False)
     assert bool(pinned) == pins
 
 
-def on_the_cpu(folder: str) -> None:
+@on_device()
+def test_an_engine_on_the_cpu_leaves_the_accelerator_alone(tmp_path: Path) -> None:
     device = torch.get_device_module("pretend")
     untouched, held = device.get_rng_state(), torch.accelerator.memory_allocated()  # by what ran before
     with (
@@ -57,12 +52,8 @@ def on_the_cpu(folder: str) -> None:
     ):
         engine = lowtide.initialize(mlp(), {"device": "cpu", "optimizer": ADAMW})
         engine.train_step(vector_batch(0, 1))
-        engine.save_checkpoint(folder)
-        engine.load_checkpoint(folder)
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
         engine.close()
     assert torch.equal(device.get_rng_state(), untouched)
     assert torch.accelerator.memory_allocated() == held
-
-
-def test_an_engine_on_the_cpu_leaves_the_accelerator_alone(pretend_ranks: RankPool, tmp_path: Any) -> None:
-    pretend_ranks(1, on_the_cpu, str(tmp_path), process_group=False)

@@ -1,7 +1,6 @@
 """Pipelines train to the same numbers with NCCL's manners as in one process, and no message blocks the host."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,34 +51,6 @@ def test_ranks_have_different_ties(pretend_ranks: RankPool) -> None:
     cases = [pipelined(TIED_TWICE.at(stage), 3, "gpipe") for stage in (0, 3)]
     for outcome in pretend_ranks(3, train_on_device, cases, False, process_group=False)[0]:
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64)
-
-
-def train_in_two_halves(case: Case, folder: Path) -> Outcome:
-    """The second half goes on from a checkpoint of the first, in an engine of its own."""
-    group.register_device()
-    outcome = Outcome()
-    for step in range(case.steps):
-        torch.manual_seed(step)
-        engine = lowtide.initialize(case.build(), case.as_config())
-        if step:
-            engine.load_checkpoint(folder)
-        result = engine.train_step(case.global_batch(step, 1))
-        outcome.losses.append(result.loss.item())
-        outcome.norms.append(result.grad_norm.item())
-        outcome.lrs.append(result.lr)
-        engine.eval_step(case.global_batch(step, 1))
-        engine.save_checkpoint(folder)
-        engine.train_step(case.global_batch(step, 1))  # what is saved is of before
-        engine.close()
-    return outcome
-
-
-def test_a_checkpoint_goes_on(pretend_ranks: RankPool, tmp_path: Path) -> None:
-    expected = train_plainly(TIED, 1, num_parts=MICROBATCHES)
-    expected.state = {}
-    case = pipelined(TIED, 2, "zb-v", checkpoint={"async": True})
-    found = pretend_ranks(2, train_in_two_halves, case, tmp_path, process_group=False)[0]
-    assert_close(found, expected, TOLERANCE_64, TOLERANCE_64)
 
 
 def test_pipelines_beside_data_parallel_ranks(pretend_ranks: RankPool) -> None:

@@ -3,13 +3,13 @@
 import gc
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import lowtide
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_device
+from tests.kit.training import refusal
 from tests.parallel.test_sequence import batch_of as sequences_of, eager_llama, mistral
 from tests.parallel.test_split_training import PLAN
 from tests.parallel.test_tiles import MODELS
@@ -73,24 +73,21 @@ def is_close(found: Tensor, right: Tensor) -> bool:
     return bool((found - right).norm() <= 1e-6 * right.norm() + 2e-7)
 
 
-def faults(names: list[str]) -> list[str]:
+@on_device(2)
+def test_a_split_has_the_numbers_of_the_cpu_and_waits_once() -> None:
     register()
     wrong = []
-    for name in names:
+    for name in ROWS:
         on_cpu, _ = train(name, "cpu")
         found, waits = train(name, "auto")
         gc.collect(), gc.collect()
         wrong += [f"{name}: {key}" for key, right in on_cpu.items() if not is_close(found[key], right)]
         wrong += [f"{name}, step {step}: {one}" for step in range(1, STEPS) for one in waits[step][1:]]
-    return wrong
+    assert not wrong, "\n".join(wrong)
 
 
-def test_a_split_has_the_numbers_of_the_cpu_and_waits_once(pretend_ranks: RankPool) -> None:
-    for wrong in pretend_ranks(2, faults, list(ROWS), process_group=False):
-        assert not wrong, "\n".join(wrong)
-
-
-def told_of_other_batches() -> str:
+@on_device(2)
+def test_other_batches_are_told_at_the_end_of_their_step() -> None:
     """In the first of two microbatches, of shapes that were seen."""
     register()
     with lowtide.initialize(models.TinyGPT(), config_of(1, tensor_parallel={"plan": PLAN}, **TENSOR)) as engine:
@@ -98,13 +95,7 @@ def told_of_other_batches() -> str:
         before = engine.state_dict()
         ids, targets = tokens(1, "")
         ids[0, 0] = engine.rank
-        with pytest.raises(ValueError) as caught:
-            engine.train_step((ids, targets))
+        text = refusal(engine.train_step, (ids, targets))
+        assert text.startswith("batch: expected the same batch on the 2 ranks of tensor (ranks 0, 1), found different")
         assert all(torch.equal(value, before[key]) for key, value in engine.state_dict().items())
         assert not engine.train_step(tokens(2, "")).skipped
-    return str(caught.value)
-
-
-def test_other_batches_are_told_at_the_end_of_their_step(pretend_ranks: RankPool) -> None:
-    for text in pretend_ranks(2, told_of_other_batches, process_group=False):
-        assert text.startswith("batch: expected the same batch on the 2 ranks of tensor (ranks 0, 1), found different")

@@ -23,10 +23,6 @@ def options_of(terms: LossTerms) -> dict[str, Any]:
     }
 
 
-def name_of(terms: LossTerms) -> str:
-    return "+".join(key for key, value in options_of(terms).items() if value != options_of(PLAIN)[key]) or "plain"
-
-
 def drawn_labels(shape: tuple[int, ...], num_classes: int, terms: LossTerms, generator: torch.Generator) -> Tensor:
     """About one in four is ignored, but never the first."""
     labels = torch.randint(0, num_classes, shape, generator=generator)

@@ -92,7 +92,7 @@ def test_it_equals_torch(
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (3,), (2, 1, 200)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3,), (2, 1, 200)], ids=str)
 def test_rows_of_one_block(shape: tuple[int, ...], backend: Backend, generator: torch.Generator) -> None:
     terms = replace(ALL, ignore_index=-1)
     logits = 3 * torch.randn(shape, generator=generator)

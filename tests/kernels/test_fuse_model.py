@@ -48,25 +48,22 @@ def assert_same_gradients(fused: nn.Module, plain: nn.Module, steps: float) -> N
         assert_near(found.grad, wanted.grad, steps, name)
 
 
-@pytest.mark.parametrize("leaves_logits_out", [False, True])
 @pytest.mark.parametrize("name", CAUSAL_LMS)
-def test_a_language_model_keeps_its_loss_and_gradients(
-    name: str, leaves_logits_out: bool, generator: torch.Generator
-) -> None:
+def test_a_language_model_keeps_its_loss_and_gradients(name: str, generator: torch.Generator) -> None:
+    """With logits, and without; GPT-2's head is tied."""
     plain, fused = pair(CAUSAL_LMS[name](), seed=generator.initial_seed())
     batch = token_batch(generator)
-    expected = plain(**batch)
-    if leaves_logits_out:
-        with loss_only():
-            found = fused(**batch)
-        assert found.logits is None
-    else:
-        found = fused(**batch)
-        assert_near(found.logits, expected.logits, FLOAT32_STEPS)
-    assert_near(found.loss, expected.loss, FLOAT32_STEPS)
+    expected, found = plain(**batch), fused(**batch)
+    assert_near(found.logits, expected.logits, FLOAT32_STEPS)
     expected.loss.backward()
-    found.loss.backward()
-    assert_same_gradients(fused, plain, FLOAT32_STEPS)
+    with loss_only():
+        short = fused(**batch)
+    assert short.logits is None
+    for loss in (found.loss, short.loss):
+        fused.zero_grad()
+        assert_near(loss, expected.loss, FLOAT32_STEPS)
+        loss.backward()
+        assert_same_gradients(fused, plain, FLOAT32_STEPS)
 
 
 def test_the_experts_of_mixtral_keep_their_own_code(generator: torch.Generator) -> None:
@@ -122,9 +119,8 @@ def test_modules_of_torch_keep_their_loss_and_gradients(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
-def test_dtypes_are_those_of_the_model(name: str, dtype: torch.dtype, generator: torch.Generator) -> None:
-    plain, fused = pair(CAUSAL_LMS[name]().to(dtype), seed=generator.initial_seed())
+def test_dtypes_are_those_of_the_model(dtype: torch.dtype, generator: torch.Generator) -> None:
+    plain, fused = pair(CAUSAL_LMS["gemma2"]().to(dtype), seed=generator.initial_seed())
     batch = token_batch(generator)
     found, expected = fused(**batch), plain(**batch)
     assert (found.loss.dtype, found.logits.dtype) == (expected.loss.dtype, expected.logits.dtype)
@@ -149,23 +145,6 @@ def test_a_float32_weight_widens_what_it_scales_as_before(generator: torch.Gener
     fuse_model(model, backend="reference")
     assert expected.dtype == norm(x).dtype == torch.float32
     assert_near(norm(x), expected, 2 * torch.finfo(torch.bfloat16).eps)
-
-
-@pytest.mark.parametrize("leaves_logits_out", [False, True])
-def test_a_llama_in_the_interpreter(leaves_logits_out: bool, generator: torch.Generator) -> None:
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1}
-    plain, fused = pair(llama(**sizes, num_hidden_layers=1), "triton", generator.initial_seed())
-    batch = token_batch(generator, rows=1, length=5)
-    expected = plain(**batch).loss
-    if leaves_logits_out:
-        with loss_only():
-            found = fused(**batch).loss
-    else:
-        found = fused(**batch).loss
-    assert_near(found, expected, FLOAT32_STEPS)
-    expected.backward()
-    found.backward()
-    assert_same_gradients(fused, plain, FLOAT32_STEPS)
 
 
 def test_frozen_norms_and_recomputed_layers(generator: torch.Generator) -> None:

@@ -95,7 +95,7 @@ def test_fusions_come_one_by_one_in_any_order() -> None:
     assert {one.kernel for one in fuse_model(one)} == {"linear_cross_entropy", "gated_mlp", "rotary_embedding"}
 
 
-@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
+@pytest.mark.parametrize("protocol", [0, pickle.HIGHEST_PROTOCOL])
 def test_pickle_keeps_the_fusion(protocol: int, generator: torch.Generator) -> None:
     torch.manual_seed(generator.initial_seed())
     model = Classifier()

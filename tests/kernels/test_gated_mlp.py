@@ -16,7 +16,7 @@ from tests.kit.grids import pairs
 # exp(-x) is infinite for x < -88, and the sigmoid 0, as it should be; numpy, which interprets the kernels, warns.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 
-SHAPES = [(1, 1), (2, 3, 64), (70, 30), (5, 123), (2, 1, 1100)]
+SHAPES = [(1, 1), (70, 30), (2, 1, 1100)]
 ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
@@ -72,7 +72,7 @@ def test_it_equals_the_formula(
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(5, 246), (2, 3, 2200), (14,), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(5, 246), (2, 3, 2200), (14,)], ids=str)
 def test_two_halves_of_one_tensor(shape: tuple[int, ...], activation: Activation, generator: torch.Generator) -> None:
     x, n_cols = drawn(shape, torch.bfloat16, generator).requires_grad_(), shape[-1] // 2
     dy = drawn((*shape[:-1], n_cols), torch.bfloat16, generator)

@@ -79,9 +79,9 @@ def test_it_equals_torch(
         assert_close(found.grad, wanted.grad, dtype, roundings=size)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("needed", ["hidden", "weight", "bias"])
+@pytest.mark.parametrize(
+    ("needed", "reduction", "backend"), pairs(("hidden", "weight", "bias"), ("mean", "none"), BACKENDS)
+)
 def test_only_what_requires_a_gradient_gets_one(
     needed: str, reduction: Reduction, backend: Backend, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from tests.kernels.exact import DTYPES, assert_near_float64
 from tests.kit.grids import pairs
 
 # (batch, q heads, k heads, seq, head_dim, rotary_dim)
-SIZES = [(1, 1, 1, 1, 2, 2), (2, 4, 2, 2, 16, 16), (2, 3, 1, 3, 20, 12), (1, 5, 5, 2, 96, 96), (1, 2, 6, 2, 40, 2)]
+SIZES = [(1, 1, 1, 1, 2, 2), (2, 4, 2, 2, 16, 16), (2, 3, 1, 3, 20, 12)]
 
 
 def drawn(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:

@@ -13,7 +13,7 @@ from tests.kit.grids import pairs
 from tests.kit.training import refusal
 
 BACKENDS = ["triton", "reference"]
-SHAPES = [(1,), (1024,), (5, 123), (3, 4096), (11, 1023)]
+SHAPES = [(1,), (1024,), (11, 1023)]
 FLOAT32_ROUNDING = 2.0**-23
 
 
@@ -70,7 +70,7 @@ def test_a_block_has_the_same_sum_wherever_it_lies(dtype: torch.dtype, generator
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e18, 1e30, 3e35])
+@pytest.mark.parametrize("size", [1e-30, 1e18, 3e35])
 def test_squares_neither_overflow_nor_vanish(dtype: torch.dtype, size: float, generator: torch.Generator) -> None:
     x = (size * (1 + torch.rand(2048, generator=generator))).to(dtype)
     flag = torch.zeros(1, dtype=torch.int32)

@@ -195,13 +195,6 @@ def test_one_set_of_options_needs_no_table() -> None:
         assert not launches[0].enable_fp_fusion  # the bits of the other tiers: products are rounded
 
 
-def test_each_program_knows_its_stretches() -> None:
-    ends, choices, first_runs = run_table((100, 200, 256, 700, 1000), (0, 1, 0, 2, 1), 256, torch.device("cpu"), 0)
-    assert first_runs.tolist() == [0, 3, 3, 4, 4]  # programs begin at 0, 256, 512 and 768; the last stretch is 4
-    assert ends.tolist() == [100, 200, 256, 700, 1000] and choices.tolist() == [0, 1, 0, 2, 1]
-    assert first_runs.dtype == choices.dtype == torch.int32 and ends.dtype == torch.int64
-
-
 def test_the_table_of_a_shard_is_made_once() -> None:
     device = torch.device("cpu")
     assert run_table((5, 9), (0, 1), 256, device, 0) is run_table((5, 9), (0, 1), 256, device, 0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lowtide.comm import Axis, Mesh, ParallelDims, Terms, World, regions_of
 from lowtide.zero.codec import NOTHING, sum_with_held
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 
 ROUTES = ["shared_memory", "sockets", "native"]
 NUMELS = [1, 7, 1024, 5000, 300_001]  # of one rank's part; the last is more than one chunk of a sum
@@ -116,7 +116,9 @@ def test_gathers_and_sums_are_those_of_plain_arithmetic(
             assert [index for region in regions for index in range(numel)[region]] == list(range(numel))
 
 
-def sums_without_the_own_part() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_a_part_of_a_sum_may_be_held(world_size: int) -> None:
     """Of messages without the own part, which is in the sum, terms and the sum are those of whole messages."""
     axis = axis_of("sockets")
     for numel in (1, 1000):
@@ -147,7 +149,9 @@ HELD: list[tuple[torch.dtype, tuple[float, float]]] = [
 ]
 
 
-def sums_in_shared_memory() -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_ranks("world_size")
+def test_a_part_of_a_sum_may_be_held_in_shared_memory(world_size: int) -> None:
     """All-reduces into memory that the ranks share, over and over, where a part of the own region is held."""
     for dtype, (begin, end) in HELD:
         axis = axis_of("shared_memory")
@@ -170,12 +174,6 @@ def sums_in_shared_memory() -> None:
             for out in outs:
                 assert torch.equal(out, in_rank_order(data_of_all(axis, out.numel(), dtype, 10 * round_)))
             axis.transport.fence("test")
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("sums", [sums_without_the_own_part, sums_in_shared_memory])
-def test_a_part_of_a_sum_may_be_held(ranks: RankPool, sums: Any, world_size: int) -> None:
-    ranks(world_size, sums)
 
 
 def overlapping_sums(transport: str) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import psutil
@@ -132,35 +131,25 @@ LENGTHS = [([0, 100, 7], 1), ([3, 200, 1000], 2), ([9000, 1, 300], 2)]
 AT_THE_EDGE = range(225, 240)
 
 
-def everyone_says() -> list[tuple[list[Any], int]]:
-    """For each list of lengths, whom this rank has heard, and the collectives; no length at the edge is cut off."""
-    found = []
-    for lengths, _ in LENGTHS:
+@on_ranks(3)
+def test_every_rank_hears_what_each_says_however_long_it_is() -> None:
+    for lengths, calls in LENGTHS:  # with the collectives that it takes
         with mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as collective:
             heard = gather_objects({dist.get_rank(): b"x" * lengths[dist.get_rank()]})
-        found.append(([(rank, len(said)) for one in heard for rank, said in one.items()], collective.call_count))
+        assert heard == [{rank: b"x" * length} for rank, length in enumerate(lengths)]
+        assert collective.call_count == calls
     assert [len(gather_objects(b"x" * length)[1]) for length in AT_THE_EDGE] == list(AT_THE_EDGE)
-    return found
 
 
-def test_every_rank_hears_what_each_says_however_long_it_is(ranks: RankPool) -> None:
-    assert ranks(3, everyone_says) == [[(list(enumerate(lengths)), calls) for lengths, calls in LENGTHS]] * 3
-
-
-def count_hosts(apart: bool) -> tuple[int, str]:
-    """The hosts of the ranks, and the transport that they choose. apart: rank 1 has processes of its own numbers."""
+@pytest.mark.parametrize(("apart", "found"), [(False, (1, "shared_memory")), (True, (2, "sockets"))])
+@on_ranks(2)
+def test_containers_that_number_processes_apart_share_no_memory(apart: bool, found: tuple[int, str]) -> None:
+    """found: the hosts of the ranks, and the transport that they choose."""
     world = World.join("cpu")
     with mock.patch.object(os, "readlink", return_value="pid:[1]") if apart and world.rank else nullcontext():
         num_hosts = world.num_hosts
     world.leave()
-    return num_hosts, transport_for("auto", "cpu", world.size, num_hosts)
-
-
-@pytest.mark.parametrize(("apart", "found"), [(False, (1, "shared_memory")), (True, (2, "sockets"))])
-def test_containers_that_number_processes_apart_share_no_memory(
-    ranks: RankPool, apart: bool, found: tuple[int, str]
-) -> None:
-    assert ranks(2, count_hosts, apart) == [found] * 2
+    assert (num_hosts, transport_for("auto", "cpu", world.size, num_hosts)) == found
 
 
 # -- the end: see [Note: threads at exit] in `comm/world.py` ----------------------------------------------------------

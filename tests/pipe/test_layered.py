@@ -18,7 +18,7 @@ from lowtide.engine.config.config import Config
 from lowtide.offload.file_store import FileStore
 from lowtide.pipe.split.random_streams import seeds_behind
 from tests.kit import models
-from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Case, adamw, assert_alike, refusal, train, train_all
 from tests.pipe.hugging_face import batch_for, builder
 
@@ -105,8 +105,15 @@ def trained(settings: dict[str, Any], accumulation: int) -> lowtide.Engine:
     return engine
 
 
-def sent(settings: dict[str, Any], accumulation: int) -> dict[str, int]:
-    """Elements that this rank sends in a step, of one shard of a block each."""
+@pytest.mark.parametrize(
+    ("settings", "accumulation", "gathers", "reductions"),
+    [(LAYERED, 1, 2 * 5 - 1, 5), (LAYERED, 4, 2 * 5 - 1, 5), ({}, 4, 4 * (2 * 5 - 1), 4 * 5)],
+)
+@on_ranks(2)
+def test_parameters_cross_the_wire_twice_a_step(
+    settings: dict[str, Any], accumulation: int, gathers: int, reductions: int
+) -> None:
+    """Of five blocks, the last one once: it stays between forward and backward."""
     counted = Counter[str]()
     send = SocketTransport._send
 
@@ -119,14 +126,7 @@ def sent(settings: dict[str, Any], accumulation: int) -> dict[str, int]:
     with patch.object(SocketTransport, "_send", count):
         engine.train_step(rows_of(1, 2 * accumulation))
     engine.close()
-    return {kind: counted[kind] // shard for kind in ("gather", "reduction")}
-
-
-def test_parameters_cross_the_wire_twice_a_step(ranks: RankPool) -> None:
-    """Of five blocks, the last one once: it stays between forward and backward."""
-    for accumulation in (1, 4):
-        assert ranks(2, sent, LAYERED, accumulation)[0] == {"gather": 2 * 5 - 1, "reduction": 5}
-    assert ranks(2, sent, {}, 4)[0] == {"gather": 4 * (2 * 5 - 1), "reduction": 4 * 5}
+    assert (counted["gather"], counted["reduction"]) == (gathers * shard, reductions * shard)
 
 
 def read(settings: dict[str, Any], accumulation: int, folder: Path) -> int:
@@ -167,7 +167,7 @@ def distance(output: Any, batch: Any) -> Any:
     return (output["found"] - batch[1]).abs().mean()
 
 
-@pytest.mark.parametrize("name", ["a loss_fn", "LlamaForCausalLM", "T5ForConditionalGeneration"])
+@pytest.mark.parametrize("name", ["a loss_fn", "T5ForConditionalGeneration"])
 def test_a_loss_fn_and_hugging_face(name: str) -> None:
     build, loss_fn = (Mixed, distance) if name == "a loss_fn" else (builder(name), None)
 
@@ -177,13 +177,7 @@ def test_a_loss_fn_and_hugging_face(name: str) -> None:
         )
 
     ordered, found = numbers(build, batches, loss_fn), numbers(build, batches, loss_fn, **LAYERED)
-    assert found == (pytest.approx(ordered, rel=1e-5) if name.startswith("T5") else ordered)
-
-
-def test_a_step_that_fp16_skips() -> None:
-    case = plain(2, fp16={"enabled": True, "initial_scale_power": 18, "hysteresis": 1})
-    expected, found = train_all([case, layered(case)])
-    assert expected.skipped == found.skipped == [True, False] and expected.differences(found) == []
+    assert found == (ordered if loss_fn else pytest.approx(ordered, rel=1e-5))
 
 
 def test_each_microbatch_draws_what_a_forward_draws_behind_its_seed() -> None:

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action, Op, Schedule
+from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action, Op
 from lowtide.pipe.schedules.simulator import simulate
 from lowtide.pipe.split.carried import Carried
 from lowtide.pipe.stage import Call, Stage
 from tests.kit import models
-from tests.kit.ranks import RankPool, slowness
+from tests.kit.ranks import RankPool, on_ranks, slowness
 from tests.kit.training import settings
 from tests.pipe.pipelines import SCHEDULES, deep_gpt
 
@@ -130,8 +130,9 @@ def watch(stage: Stage, buffers: Memory) -> None:
     stage.run = run  # type: ignore[method-assign]
 
 
-def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int, Schedule]:
-    """Complaints; the number of each kind of checks; the most graphs that were held at once; the schedule."""
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "dualpipe-v"])
+@on_ranks(RANKS)
+def test_what_a_backward_needed_is_freed_by_it(schedule: str) -> None:
     engine = engine_of(deep_gpt(), schedule)
     executor = engine._runner.executor
     buffers: Memory = defaultdict(list)
@@ -154,23 +155,19 @@ def what_is_held_too_long(schedule: str) -> tuple[list[str], dict[str, int], int
 
     executor.on_action = look
     engine.train_step(models.token_batch(0, ROWS * MICROBATCHES))
-    complete = engine._runner.schedule
+    complete, rank = engine._runner.schedule, engine.rank
     engine.close()
-    return found, dict(checks), most_held, complete
+    assert not found
+    own = complete.stages_of_rank(rank)
+    assert checks["input"] == MICROBATCHES * sum(stage > 0 for stage in own)
+    assert checks["output"] == MICROBATCHES * sum(stage + 1 < complete.num_stages for stage in own)
+    assert most_held == simulate(complete).peaks[rank].in_flight
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "dualpipe-v"])
-def test_what_a_backward_needed_is_freed_by_it(ranks: RankPool, schedule: str) -> None:
-    for rank, (found, checks, most_held, complete) in enumerate(ranks(RANKS, what_is_held_too_long, schedule)):
-        assert not found
-        own = complete.stages_of_rank(rank)
-        assert checks["input"] == MICROBATCHES * sum(stage > 0 for stage in own)
-        assert checks["output"] == MICROBATCHES * sum(stage + 1 < complete.num_stages for stage in own)
-        assert most_held == simulate(complete).peaks[rank].in_flight
-
-
-def storages_of_gradients(schedule: str) -> list[bool]:
-    """Whether each parameter's gradient lay in its shard, at every action of a step but the last ones."""
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@on_ranks(RANKS)
+def test_gradients_add_up_in_the_shard_where_nobody_else_has_a_part(schedule: str) -> None:
+    """At every action of a step but the last ones."""
     engine = engine_of(deep_gpt(), schedule)
     found: list[bool] = []
 
@@ -188,10 +185,4 @@ def storages_of_gradients(schedule: str) -> list[bool]:
     engine._runner.executor.on_action = note
     engine.train_step(models.token_batch(0, ROWS * MICROBATCHES))
     engine.close()
-    return found
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_gradients_add_up_in_the_shard_where_nobody_else_has_a_part(ranks: RankPool, schedule: str) -> None:
-    for found in ranks(RANKS, storages_of_gradients, schedule):
-        assert found and all(found)
+    assert found and all(found)

@@ -90,7 +90,6 @@ ROWS: dict[int, list[tuple[Case, int, str, dict[str, Any]]]] = {  # by number of
         (UNUSED.at(3), 2, "zb-v", {}),
         (FROZEN.at(3), 2, "zb-h1", SOCKETS),
     ],
-    8: [(TOKENS.at(3), 2, "1f1b", {"zero_optimization": {"shard_size": 2}})],
 }
 
 

@@ -74,21 +74,19 @@ def engine_of(loss_fn: Any, **config: Any) -> lowtide.Engine:
     return lowtide.initialize(nn.Sequential(HalfUsed(), HalfUsed()), given, loss_fn=loss_fn)
 
 
-def save_twice(folder: Path) -> None:
-    """Once after a step, and once after a load of that."""
+@on_ranks(2)
+def test_what_a_stage_has_not_used_is_known_on_all_after_a_load(tmp_path: Path) -> None:
+    """Saved once after a step, and once after a load of that."""
     for tag in ("first", "second"):
         with engine_of(lambda output, batch: output.square().mean()) as engine:
             if tag == "first":
                 engine.train_step(torch.ones(2, 4))
             else:
-                engine.load_checkpoint(folder)
-            engine.save_checkpoint(folder, tag)
-
-
-def test_what_a_stage_has_not_used_is_known_on_all_after_a_load(ranks: RankPool, tmp_path: Path) -> None:
-    ranks(2, save_twice, tmp_path)
-    dcp_to_torch_save(tmp_path / "second", tmp_path / "plain.pt")
-    states = torch.load(tmp_path / "plain.pt", weights_only=True)["optim"]["state"]
+                engine.load_checkpoint(tmp_path)
+            engine.save_checkpoint(tmp_path, tag)
+    plain = tmp_path / f"plain{torch.distributed.get_rank()}.pt"
+    dcp_to_torch_save(tmp_path / "second", plain)
+    states = torch.load(plain, weights_only=True)["optim"]["state"]
     assert {name: int(state["step"]) for name, state in states.items()} == {
         f"{stage}.{name}.{kind}": name == "used"
         for stage in "01"

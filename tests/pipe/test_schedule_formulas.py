@@ -164,12 +164,3 @@ def test_zb_h1_differs_in_a_last_round_that_is_short_takes_as_long_and_less_memo
     mine, theirs = simulate(schedule), simulate(schedule.replace_actions(map(Action.parse, row) for row in order))
     assert mine.makespan <= theirs.makespan
     assert mine.peaks[0].activation_bytes < theirs.peaks[0].activation_bytes
-
-
-@pytest.mark.parametrize(
-    ("name", "class_name", "m", "chunks"), [("1f1b", "1F1B", 3, 1), ("interleaved", "Interleaved1F1B", 9, 2)]
-)
-def test_numbers_of_microbatches_that_torch_refuses_are_taken(name: str, class_name: str, m: int, chunks: int) -> None:
-    with pytest.raises(ValueError, match="microbatches"):
-        torch_order(class_name, 4, m, chunks)
-    simulate(make_schedule(name, 4, m, chunks))

@@ -14,7 +14,6 @@ from lowtide.pipe.schedules.costs import Costs
 from lowtide.pipe.schedules.generators import layered, layered_evaluation
 from lowtide.pipe.schedules.passes import add_gathers, add_messages, add_reduces, complete, merge_backward
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
-from lowtide.pipe.schedules.rules import check_rules
 from lowtide.pipe.schedules.schedule import COMPUTE_OPS, RECV_OPS, SEND_OPS, Action, Op, Schedule
 from lowtide.pipe.schedules.simulator import simulate
 from tests.kit.training import refusal
@@ -174,19 +173,8 @@ def test_layer_by_layer_all_microbatches_of_a_stage_come_before_the_next_stage(s
     assert lines_of(schedule) == [text]
 
 
-@pytest.mark.parametrize("ahead", [None, [True] * 5, [False] * 5, [True, False, True, False, True]])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
-def test_layer_by_layer_obeys_the_rules(ahead: list[bool] | None, num_microbatches: int) -> None:
-    schedule = layered(5, num_microbatches, ahead)
-    check_rules(schedule)
-    check_rules(layered_evaluation(5, ahead))
-    assert count(schedule, Op.GATHER) == (0 if ahead is None else 2 * 5 - 1), "whatever the number of microbatches"
-    assert Schedule.from_text(schedule.to_text()) == schedule
-
-
 GRID = [(1, 2), (2, 4), (3, 7), (4, 8)]
 RECEIVES = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}  # by what uses it
-MAKERS = {Op.SEND_F: (Op.F,), Op.SEND_B: (Op.B, Op.I)}
 
 
 def random_costs(num_stages: int, seed: int) -> Costs:
@@ -216,24 +204,6 @@ def test_messages_do_not_make_a_step_longer(name: str) -> None:
         for seed in range(2):
             costs = random_costs(schedule.num_stages, seed)
             assert simulate(add_messages(schedule, costs), costs).makespan == simulate(schedule, costs).makespan
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_every_message_has_two_ends_and_what_is_made_is_sent_at_once(name: str) -> None:
-    schedule, is_v = make_schedule(name, 4, 8), KINDS[name].is_v
-    lists = add_messages(schedule).actions
-    assert tuple(tuple(action for action in row if action.op in COMPUTE_OPS) for row in lists) == schedule.actions
-    crossings = 6 if is_v else schedule.num_stages - 1
-    for op in (*SEND_OPS, *RECV_OPS):
-        assert sum(action.op is op for actions in lists for action in actions) == 8 * crossings
-    if is_v:  # stages 3 and 4 are both on rank 3
-        assert Action(Op.SEND_F, 3, 0) not in lists[3] and Action(Op.RECV_B, 3, 0) not in lists[3]
-    for row in lists:
-        for index, action in enumerate(row):
-            if action.op in SEND_OPS:
-                before = [other for other in row[:index] if other.op in COMPUTE_OPS][-1]
-                assert before.op in MAKERS[action.op]
-                assert (before.stage, before.microbatch) == (action.stage, action.microbatch)
 
 
 def test_the_messages_of_1f1b_on_two_ranks() -> None:

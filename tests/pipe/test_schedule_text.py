@@ -60,7 +60,6 @@ def test_comments_empty_lines_and_ranks_over_several_lines_are_read() -> None:
         ("rank 1:", "1:", 'line 7: unknown key "1"; the keys are name, ranks, stages, microbatches, rank of stage and'),
         ("stages: 2", "stagse: 2", 'line 3: unknown key "stagse"; did you mean "stages"?'),
         ("stages: 2", "stages: two", 'line 3: expected a whole number of stages, at least 1, found "two"'),
-        ("stages: 2", "stages: 0", 'line 3: expected a whole number of stages, at least 1, found "0"'),
         ("stages: 2", "ranks: 2", 'line 3: "ranks" is already on line 2'),
         ("stages: 2\n", "", 'line 1: expected a line "stages: ..." at the top of the schedule, found none'),
         ("stages: 2", "stages 2", 'line 3: expected "key: value", found "stages 2"'),
@@ -88,7 +87,6 @@ def test_the_table_says_what_a_schedule_is_and_a_large_one_is_made_in_seconds(na
     ("wanted", "text"),
     [
         (("1f1", 4, 8), 'unknown schedule "1f1"; did you mean "1f1b"?'),
-        (("ZB_V", 4, 8), 'unknown schedule "ZB_V"; did you mean "zb-v"?'),
         (
             ("fast", 4, 8),
             'unknown schedule "fast"; the schedules are gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, '
@@ -135,7 +133,6 @@ NO_BACKWARD = "name: own\nranks: 1\nstages: 1\nmicrobatches: 1\nrank of stage: 0
     ("content", "counts", "text"),
     [
         (WHOLE, (4, 2), ": expected 4 ranks, as in the config, found 2; change the file or the config"),
-        (WHOLE, (1, 2), "expected 1 ranks, as in the config, found 2"),
         (WHOLE, (2, 8), "expected 8 microbatches, as in the config, found 2"),
         (WHOLE, (2, 2, 2), "expected 4 stages, as in the config, found 2"),
         (None, (2, 2), " cannot be read: "),

@@ -22,7 +22,6 @@ from tests.kit import models
 from tests.kit.training import refusal
 from tests.pipe.hugging_face import batch_for, builder
 from tests.pipe.staged import numels
-from tests.zero.containers import Dicts
 
 T5 = "T5ForConditionalGeneration"
 
@@ -352,42 +351,6 @@ ORDER = (
 )
 def test_what_cannot_be_done_is_an_error(model: nn.Module, arguments: tuple[Any, ...], text: str) -> None:
     assert f"pipeline: {text}" in refusal(plan_split, model, *arguments)
-
-
-def linears(*sizes: int) -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(size, size) for size in sizes)
-
-
-def experts_beside_a_small_list() -> nn.Module:
-    experts = nn.ModuleList(nn.Sequential(*linears(9, 9, 9)) for _ in range(2))
-    return nn.ModuleDict({"experts": experts, "small": linears(1, 1)})
-
-
-def one_twice() -> nn.Module:
-    layer = nn.Linear(3, 3)
-    return nn.ModuleList([layer, nn.Linear(3, 3), layer])
-
-
-FOUND: dict[str, tuple[nn.Module, list[str]]] = {
-    "a list": (models.TinyGPT(), ["blocks.0", "blocks.1", "blocks.2"]),
-    "an encoder before a decoder": (
-        builder("T5ForConditionalGeneration")(),
-        ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"],
-    ),
-    "elements with parameters of a sequential": (
-        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4)),
-        ["0", "2", "4"],
-    ),
-    "no lists inside blocks": (experts_beside_a_small_list(), ["experts.0", "experts.1"]),
-    "what runs in a container": (Dicts(), [f"blocks.{at}.{part}" for at in range(3) for part in ("up", "down")]),
-    "a block that stands in a list twice": (one_twice(), ["0", "1"]),
-}
-
-
-@pytest.mark.parametrize("name", FOUND)
-def test_blocks_are_found(name: str) -> None:
-    model, names = FOUND[name]
-    assert list(find_blocks(model)) == names
 
 
 @pytest.mark.parametrize(

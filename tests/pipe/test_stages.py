@@ -29,10 +29,6 @@ def of_vectors(model: nn.Module) -> Any:
     return model(*VECTORS)
 
 
-def of_rows(rows: int, model: nn.Module) -> Any:
-    return model(*models.vector_batch(0, rows))
-
-
 def of_tokens(model: nn.Module) -> Any:
     return model(*TOKENS)
 
@@ -370,13 +366,6 @@ def test_random_state_is_drawn_once_although_the_first_run_calls_the_model_twice
         torch.manual_seed(3)
         found.append((stage.run(of_vectors).tensors[0], torch.get_rng_state()))
     assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
-
-
-def test_the_description_is_the_same_object_while_shapes_stay_the_same() -> None:
-    stage = stages_of(models.Mlp, 3)[0]
-    runs = [stage.run(partial(of_rows, rows)) for rows in (4, 4, 3)]
-    assert runs[0].spec is runs[1].spec
-    assert [run.spec.tensors[0].shape for run in runs] == [(4, 7), (4, 7), (3, 7)]
 
 
 # -- hooks and compilers ----------------------------------------------------------------------------------------------

@@ -205,7 +205,6 @@ OFF = "expected an output that depends on its row "
 SHAPE = "expected an output of the shape of its input, (7, 3), found"
 WRONG: list[tuple[Callable[..., Any], str]] = [
     (unweighted, OFF),
-    (lambda run, x, index, weights: unweighted(run, x * weights, index, weights), OFF),  # weighted before
     (lambda run, x, index, weights: x + run(x, index, weights), OFF),
     (lambda run, x, index, weights: run(x - x.mean(0), index, weights), OFF),  # what becomes of a row is of all rows
     (lambda run, x, index, weights: (run(x, index, weights), index), f"{SHAPE} a tuple"),

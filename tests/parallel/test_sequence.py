@@ -139,13 +139,10 @@ TABLE: dict[int, list[Row]] = {  # by number of ranks
         ("llama", "packed, masked", 1, TWO),
         # Of as many heads as ranks do not divide, or as the config asks.
         ("six", "packed", 2, TWO),
-        ("three", "odd", 3, TWO | SOCKETS | AGAIN),
-        ("three", "padded", 1, TWO | BF16),
+        ("three", "padded", 3, TWO | SOCKETS | BF16),
         ("mistral", "left", 3, TWO | RING),
-        ("eager", "packed", 1, TWO | RING),
     ],
     4: [
-        ("llama", "padded", 3, {"parallel": {"sequence": 4}} | SOCKETS),
         ("six", "packed", 2, {"parallel": {"sequence": 4}}),
         ("llama", "odd", 3, TWO),  # groups with data of their own
         ("llama", "odd", 3, {"parallel": {"sequence": 2, "tensor": 2, "tensor_sequence": True}}),

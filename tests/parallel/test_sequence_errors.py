@@ -68,12 +68,6 @@ def shifted_again(output: Any, batch: Batch) -> Tensor:
     return cross_entropy(output.logits[:, :-1], batch["labels"][:, 1:])
 
 
-def of_classes(output: Any, batch: Batch) -> Tensor:
-    """Some count more."""
-    labels, logits = batch["shift_labels"], output.logits
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), torch.linspace(1, 2, logits.shape[2]))
-
-
 def of_rows(output: Any, batch: Batch) -> Tensor:
     """Rows count alike, however many labels they have."""
     labels = batch["shift_labels"]
@@ -155,7 +149,7 @@ REFUSED: dict[int, list[Refused]] = {  # by number of ranks
             call=lambda engine, batch: engine.module(**batch),
         ),
         # Losses that are no mean over labels.
-        *(Refused(f"loss_fn: {NO_SUM}", loss_fn=loss_fn) for loss_fn in (summed, of_classes, of_rows)),
+        *(Refused(f"loss_fn: {NO_SUM}", loss_fn=loss_fn) for loss_fn in (summed, of_rows)),
         Refused(
             "; a loss_fn must ignore tokens without a label",
             WithLogits,
@@ -184,14 +178,7 @@ REFUSED: dict[int, list[Refused]] = {  # by number of ranks
         ),
     ],
     4: [
-        Refused("ring attention computes scaled scores only", capped, config=STAGES | RING),
         Refused("expected tokens of Plain to mix only in attention", partial(of, Shifting), "plain", config=STAGES),
-        Refused(
-            "batch: expected the same batch on the 4 ranks of pipe x sequence",
-            **PLAIN,
-            config=STAGES,
-            call=changed(input_ids=of_this_rank),
-        ),
     ],
 }
 

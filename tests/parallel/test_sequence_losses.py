@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -270,30 +269,3 @@ def test_a_recomputed_block_has_the_mask_of_its_own_forward(ranks: RankPool) -> 
     (alone,) = ranks(1, in_flight, 1)[0]
     for way, shared in zip(WAYS, ranks(2, in_flight, 2)[0], strict=True):
         assert apart(alone, shared) == [], way
-
-
-def by_train_step_and_by_hand(folder: Path) -> list[dict[str, Tensor]]:
-    """Values after a step; the first engine saves its own."""
-    found = []
-    for is_by_hand in (False, True):
-        with lowtide.initialize(built("llama"), config_of(3, parallel={"sequence": 2})) as engine:
-            batch = batch_of(0, "odd")
-            if is_by_hand:
-                for half in range(2):
-                    engine.backward(engine(**{key: value.chunk(2)[half] for key, value in batch.items()}).loss)
-                    engine.step()
-            else:
-                engine.train_step(batch)
-                engine.save_checkpoint(folder)
-            found.append(engine.state_dict() | {"evaluated": engine.eval_step(batch_of(2, "odd"))})
-    return found
-
-
-def test_a_loop_of_ones_own_trains_as_train_step_does_and_a_checkpoint_knows_of_no_sequences(
-    ranks: RankPool, tmp_path: Path
-) -> None:
-    stepped, looped = ranks(2, by_train_step_and_by_hand, tmp_path)[0]
-    assert all(torch.equal(looped[key], stepped[key]) for key in looped)
-    with lowtide.initialize(built("llama"), config_of(0)) as engine:
-        engine.load_checkpoint(tmp_path)
-        assert apart(stepped, engine.state_dict() | {"evaluated": engine.eval_step(batch_of(2, "odd"))}, 1e-5) == []

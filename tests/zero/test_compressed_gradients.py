@@ -233,20 +233,6 @@ def test_power_sgd_is_the_papers_formula(ranks: RankPool, size: int, transport: 
 # -- what is sent, held, remembered -----------------------------------------------------------------------------------
 
 
-def sent(case: Case, axis: str, said: Callable[[FlatLayout, int, int], int]) -> tuple[list[int], int, int]:
-    """Compressed bytes that this rank sends in each step, those of the layouts, and elements."""
-    with trained(case, 0) as engine:
-        layouts = [shard.group.layout for shard in engine.optimizer.shards]
-        exchange = engine.optimizer.shards[0].group.axes.exchange_along((axis,))
-        totals = [0]
-        for step in range(case.steps):
-            take_step(engine, case, step)
-            totals.append(exchange.bytes_sent)
-        expected = sum(said(layout, engine.world_size, engine.rank) for layout in layouts)
-    steps = [after - before for before, after in pairwise(totals)]
-    return steps, expected, sum(layout.padded_numel for layout in layouts)
-
-
 def bytes_of_signs(layout: FlatLayout, size: int, rank: int) -> int:
     return SignLayout.of(layout, size, torch.float32).bytes_sent(rank)
 
@@ -265,21 +251,28 @@ def bytes_of_thin(layout: FlatLayout, size: int, rank: int) -> int:
         (low_rank(1), "shard", bytes_of_thin),
     ],
 )
-def test_a_bit_of_each_element_or_thin_matrices_are_sent(ranks: RankPool, case: Case, axis: str, said: Any) -> None:
-    for steps, expected, numel in ranks(2, sent, case, axis, said):
-        assert steps == [0] * START + [expected] * (case.steps - START)
-        # Signs of the other's region, and of the own one to it; fp32 all-reduces send 4 bytes of each.
-        assert said is bytes_of_thin or numel / 8 <= expected < numel / 8 * 1.35
+@on_ranks(2)
+def test_a_bit_of_each_element_or_thin_matrices_are_sent(case: Case, axis: str, said: Any) -> None:
+    with trained(case, 0) as engine:
+        layouts = [shard.group.layout for shard in engine.optimizer.shards]
+        exchange = engine.optimizer.shards[0].group.axes.exchange_along((axis,))
+        totals = [0]
+        for step in range(case.steps):
+            take_step(engine, case, step)
+            totals.append(exchange.bytes_sent)
+        expected = sum(said(layout, engine.world_size, engine.rank) for layout in layouts)
+    assert [after - before for before, after in pairwise(totals)] == [0] * START + [expected] * (case.steps - START)
+    # Signs of the other's region, and of the own one to it; fp32 all-reduces send 4 bytes of each.
+    numel = sum(layout.padded_numel for layout in layouts)
+    assert said is bytes_of_thin or numel / 8 <= expected < numel / 8 * 1.35
 
 
-def bytes_apart(case: Case) -> str:
-    with trained(case, 4) as engine:
-        return wrong_bytes(engine, case)
-
-
-def test_errors_are_in_the_planned_bytes(ranks: RankPool) -> None:
+@on_ranks(2)
+def test_errors_are_in_the_planned_bytes() -> None:
     """Those of PowerSGD are asked in tests/laws."""
-    assert ranks(2, bytes_apart, signs(bf16={"enabled": True})) == [""] * 2
+    case = signs(bf16={"enabled": True})
+    with trained(case, 4) as engine:
+        assert wrong_bytes(engine, case) == ""
 
 
 @on_ranks(2)

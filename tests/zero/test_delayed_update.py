@@ -161,9 +161,7 @@ def rmsprop(params: Any) -> torch.optim.Optimizer:
     return torch.optim.RMSprop(params, lr=1e-3, momentum=0.5)
 
 
-@pytest.mark.parametrize("precision", list(DTYPES))
-def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_path: Path, precision: str) -> None:
-    case = in_precision(MLP.at(0, config={"optimizer": None}), precision)
-    expected = train_delayed(case, 2, DTYPES[precision], 2, make_optimizer=rmsprop)
-    stage = 0 if precision == "bf16" else 3
-    assert_all_same(ranks, [delayed(case, stage, tmp_path, after=2)], expected, optimizer=rmsprop)
+def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_path: Path) -> None:
+    case = in_precision(MLP.at(0, config={"optimizer": None}), "bf16")
+    expected = train_delayed(case, 2, torch.bfloat16, 2, make_optimizer=rmsprop)
+    assert_all_same(ranks, [delayed(case, 3, tmp_path, after=2)], expected, optimizer=rmsprop)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.zero.group import ShardedGroup
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal, settings
 
 WIDTH = 4
@@ -224,9 +224,10 @@ def batch_of(calls: Calls) -> Iterator[dict[str, Any]]:
     return iter([{"x": data(0), "calls": calls}])
 
 
-def gathers_of(calls: Calls) -> list[int]:
-    """Gathers in each of three microbatches of the same calls on all ranks."""
-    found = []
+@on_ranks(2)
+def test_a_block_that_is_called_again_at_once_stays() -> None:
+    """Five gathers of blocks: three in the forward, the first two in the backward. And one of what is beside them."""
+    calls, found = (("plain", (0,) * 4 + (1,) * 4 + (2,) * 4),), list[int]()
     exchange = ShardedGroup._exchange
     with (
         mock.patch.object(ShardedGroup, "_exchange", autospec=True, side_effect=exchange) as gathers,
@@ -236,13 +237,7 @@ def gathers_of(calls: Calls) -> list[int]:
             gathers.reset_mock()
             engine.train_step(batch_of(calls))
             found.append(gathers.call_count)
-    return found
-
-
-def test_a_block_that_is_called_again_at_once_stays(ranks: RankPool) -> None:
-    """Five gathers of blocks: three in the forward, the first two in the backward. And one of what is beside them."""
-    for found in ranks(2, gathers_of, (("plain", (0,) * 4 + (1,) * 4 + (2,) * 4),)):
-        assert found[1:] == [6, 6]
+    assert found[1:] == [6, 6]
 
 
 def forward_alone() -> float:
@@ -260,13 +255,10 @@ def test_a_forward_on_one_rank_alone_while_all_is_gathered(ranks: RankPool) -> N
     assert first == second > 0
 
 
-def update_several_together() -> str:
+@on_ranks(2)
+def test_units_that_a_checkpoint_needs_together_are_not_updated_one_by_one() -> None:
     config = config_of(zero_optimization={"update_in_backward": True, "stage3_prefetch_bucket_size": 0})
     with lowtide.initialize(Model(3), config) as engine:
-        return refusal(engine.train_step, batch_of((("checkpoint", (0, 1, 2)),)), kind=RuntimeError)
-
-
-def test_units_that_a_checkpoint_needs_together_are_not_updated_one_by_one(ranks: RankPool) -> None:
-    for text in ranks(2, update_several_together):
-        assert text.startswith("unit 'blocks.2' is updated in the backward: expected all its gradients before")
-        assert text.endswith("or switch update_in_backward or offload_optimizer.overlap off")
+        text = refusal(engine.train_step, batch_of((("checkpoint", (0, 1, 2)),)), kind=RuntimeError)
+    assert text.startswith("unit 'blocks.2' is updated in the backward: expected all its gradients before")
+    assert text.endswith("or switch update_in_backward or offload_optimizer.overlap off")

@@ -121,9 +121,7 @@ def forms(folder: Path) -> dict[int, list[Case]]:
             case_of(1, 1, "sgd", zero_optimization={"update_in_backward": True}),
             case_of(3, 1, zero_optimization={"update_in_backward": True}),
             *(case.at(case.stage, config={"zero_optimization": speculative}) for case in grid[::2]),
-            case_of(2, 2, "adamw", float32, zero_optimization={"offload_optimizer": nvme}),
             case_of(3, 2, "sgd", float32, zero_optimization={"offload_optimizer": nvme, "offload_param": nvme}),
-            case_of(3, 2, "adamw", float32, zero_optimization={"offload_optimizer": CPU, "offload_param": CPU}),
         ],
         4: [
             case_of(3, 2, zero_optimization={"zero_hpz_partition_size": 2}, **transports[1]),
@@ -148,8 +146,6 @@ OWN: list[Any] = [
     partial(torch.optim.RMSprop, lr=0.01, momentum=0.9, weight_decay=0.1),
     partial(torch.optim.NAdam, lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
     partial(torch.optim.Adam, lr=0.01, amsgrad=True, weight_decay=0.1),
-    partial(torch.optim.Rprop, lr=0.01),
-    partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.1),
 ]
 
 

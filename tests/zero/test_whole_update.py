@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.checkpoint.files import CheckpointError
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.optimizers import whole_tensor
 from lowtide.zero.layout import FlatLayout
@@ -224,12 +222,3 @@ def test_what_has_no_two_dimensions_is_no_matrix() -> None:
 def test_words_of_deepspeed(params: dict[str, float], rates: tuple[float, float]) -> None:
     optimizer = Config.load({"optimizer": {"type": "Muon", "params": params}}).optimizer
     assert optimizer is not None and (optimizer.options["lr"], optimizer.options["adam_lr"]) == rates
-
-
-def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
-    """SGD's, which has none."""
-    with trained(Case(short_gpt, token_batch, config={"optimizer": {"type": "sgd"}}), 1) as engine:
-        engine.save_checkpoint(tmp_path)
-    with lowtide.initialize(short_gpt(), settings(**CONFIGS["adafactor"])) as engine:
-        text = refusal(engine.load_checkpoint, tmp_path, kind=CheckpointError)
-    assert "it has the states of optimizer sgd (none), this run has optimizer adafactor" in text

@@ -114,6 +114,16 @@ def spoil(engine: lowtide.Engine) -> None:
             value.fill_(7.0)
 
 
+def save_all(cases: Sequence[Case], folder: Path, world_size: int) -> list[Continuation]:
+    """One call of the pool for several stages; the tags name world size and stage."""
+    return [save_and_go_on(case, folder, world_size, f"{world_size}-{case.stage}") for case in cases]
+
+
+def load_all(cases: Sequence[tuple[str, Case]], folder: Path, world_size: int) -> list[Continuation]:
+    """cases: which goes on from which tag."""
+    return [load_and_go_on(case, folder, world_size, tag) for tag, case in cases]
+
+
 def save_trips(trips: Sequence[Trip], folder: Path, world_size: int) -> list[Continuation]:
     """The tags are the numbers of the trips."""
     return [

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.engine.step.steps import NO_BACKWARD, NO_GRADIENT
@@ -105,6 +106,32 @@ def gradient_inside_of_the_forward(model: Any, x: Tensor) -> Tensor:
     return loss
 
 
+class Recomputed(nn.Module):
+    """Blocks under reentrant checkpointing: one by one, one several times in a region, and regions in regions."""
+
+    def __init__(self, blocks_alone_are_trained: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4))
+        self.last = nn.Linear(8, 1)
+        if blocks_alone_are_trained:
+            self.first.requires_grad_(False)
+            self.last.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        a, b, c, d = self.blocks
+
+        def twice(h: Tensor) -> Any:
+            return b(b(h)) + checkpoint(c, h, use_reentrant=True)
+
+        x = self.first(x)
+        x = x if x.requires_grad else x.requires_grad_()  # as transformers' enable_input_require_grads
+        x = checkpoint(a, x, use_reentrant=True)
+        x = checkpoint(twice, x, use_reentrant=True)
+        x = checkpoint(lambda h: d(checkpoint(a, h, use_reentrant=False)), x, use_reentrant=False)
+        return self.last(x)
+
+
 def blocks_called_alone(model: Any, x: Tensor) -> Tensor:
     """Without the forward of the whole."""
     for layer in model.module:
@@ -159,6 +186,8 @@ def methods(model: Any, x: Tensor) -> Tensor:
 # A model and its loss; the mean over the batches of a step has one backward.
 OF_ONE_LOSS: tuple[tuple[Callable[[], nn.Module], Loss], ...] = (
     (Forces, gradient_inside_of_the_forward),
+    (partial(Recomputed, False), square),
+    (partial(Recomputed, True), square),
     (net, blocks_called_alone),
     (net, weighted_by_own_gradients),
     (Parts, methods),

@@ -57,11 +57,14 @@ def measured(engine: lowtide.Engine) -> dict[str, int]:
     gradients = [gradient for unit in passes.units for gradient in unit.gradients]
     kept = [group._memory.own if group.frees_memory else group.full for group in groups]
     optional = [tensor for g in gradients for tensor in (g._local.flat, g.shard, *(p.grad for p in g.group.params))]
+    common = [g._memory._common for g in gradients if g._memory._common is not None]
     states = [tensor for shard in engine.optimizer.shards for tensor in shard.memory.states.values()]
     masters = [shard.master for shard in engine.optimizer.shards if shard.master.dtype != shard.group.plan.dtype]
+    sharers = groups[0].axes.states.size if groups[0].axes.copies_are_shared else 1
     return {
-        "parameter_bytes": sum(tensor.nbytes for tensor in kept),
-        "gradient_bytes": storage_bytes([tensor for tensor in optional if _has_memory(tensor)]),
+        "parameter_bytes": sum(tensor.nbytes for tensor in kept) // sharers,
+        "gradient_bytes": storage_bytes([tensor for tensor in optional if _has_memory(tensor)])
+        + sum(tensor.nbytes for tensor in common) // groups[0].axes.replicas.size,
         "optimizer_bytes": storage_bytes(states + masters),
     }
 
@@ -75,16 +78,17 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def config_of(stage: int) -> dict[str, Any]:
+def config_of(stage: int, transport: str, is_mixed: bool) -> dict[str, Any]:
     mixed: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    return settings(stage, gradient_accumulation_steps=2, communication={"transport": "sockets"}, **mixed)
+    more = {"gradient_accumulation_steps": 2, "communication": {"transport": transport}}
+    return settings(stage, **more, **(mixed if is_mixed else {}))
 
 
 def bytes_between_microbatches() -> list[tuple[Any, Any]]:
     """For each stage (what the engine says, what the storages say) with all states there and gradients half done."""
     found = []
     for stage in range(4):
-        engine = lowtide.initialize(Even(), config_of(stage))
+        engine = lowtide.initialize(Even(), config_of(stage, "sockets", is_mixed=True))
         x = torch.randn(2, 64)
         for _ in range(3):
             engine.backward(engine(x))

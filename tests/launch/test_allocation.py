@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 from lowtide.launch.allocation.allocation import AllocationRequest, find_allocation
-from lowtide.launch.allocation.managers import counts
 from lowtide.launch.hosts.host import Allocation, Host, LaunchError, Rendezvous
 from tests.kit.training import refusal
 
@@ -262,13 +261,6 @@ def test_files_of_hosts_are_read(tmp_path: Path) -> None:
     path.write_text("hostA\nhostA\nhostB\nhostA\n")
     found = find({"LSB_JOBID": "12", "LSB_DJOB_HOSTFILE": str(path), "LSB_HOSTS": "short"})
     assert [host.name for host in found.hosts] == ["hostA", "hostB"]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("4", [4]), ("8(x2),4", [8, 8, 4]), ("1(x3)", [1, 1, 1]), ("2,3(x2)", [2, 3, 3])]
-)
-def test_counts_are_read_as_slurm_writes_them(text: str, expected: list[int]) -> None:
-    assert counts(text) == expected
 
 
 def test_all_processes_of_a_job_know_one_meeting_place_and_those_of_another_an_other() -> None:

@@ -16,8 +16,20 @@ from lowtide.launch.hosts.report import report_host
 from lowtide.launch.wire import messages
 from lowtide.launch.wire.channel import MAGIC, Channel
 from lowtide.launch.wire.loop import Loop
-from lowtide.launch.wire.messages import Beat, Ended, Hello, Message, Note, ProgressReport, Start, decode, encode
+from lowtide.launch.wire.messages import (
+    Beat,
+    Ended,
+    Hello,
+    Message,
+    Note,
+    ProgressReport,
+    Signal,
+    Start,
+    decode,
+    encode,
+)
 from lowtide.watch.progress import RankProgress, Wait
+from tests.launch.test_handshake import sealed
 from tests.launch.test_plan import GPUS
 
 ODD = "two words, \"quotes\", 'more',\nnew line\r\n\t\0 é \u2028 \udcff $HOME `ls` \\"
@@ -180,13 +192,25 @@ def test_two_that_beat_are_not_silent_and_know_their_clocks(loop: Loop, ends: En
     assert abs(launcher.clock_offset) <= launcher.clock_uncertainty < 1
 
 
-def test_a_beat_is_answered_with_the_clock(loop: Loop, ends: Ends) -> None:
-    left, connect, _ = ends
-    connect()
-    left.sendall(encode(Beat(5.0)) + b"\n")
-    heard: list[bytes] = []
-    loop.on_readable(left.fileno(), lambda: heard.append(left.recv(4096)))
-    assert loop.run(lambda: bool(heard), timeout=60)
-    answer = decode(heard[0])
-    loop.forget(left.fileno())
-    assert isinstance(answer, Beat) and answer.sent == 5.0 and answer.clock is not None
+@pytest.mark.parametrize(
+    ("meddle", "received"),
+    [
+        (lambda said: said, [Note("one"), Note("two")]),
+        (lambda said: said + encode(Signal(9)) + b"\n", [Note("one"), Note("two")]),
+        (lambda said: said.replace(b"two", b"six"), [Note("one")]),
+    ],
+    ids=["passes_on", "adds", "changes"],
+)
+def test_of_sealed_lines_nothing_behind_a_wrong_seal_is_taken(
+    loop: Loop, ends: Ends, meddle: Callable[[bytes], bytes], received: list[Message]
+) -> None:
+    left, connect, got = ends
+    launchers, agents = sealed()
+    connect(seal=agents)
+    left.sendall(meddle(b"".join(launchers.signed(encode(Note(text))) + b"\n" for text in ("one", "two"))))
+    left.shutdown(socket.SHUT_WR)
+    assert loop.run(lambda: len(got) == len(received) + 1, timeout=60)
+    *messages, (_, reason) = got
+    is_right = meddle(b"two") == b"two"
+    assert messages == received
+    assert reason == "the connection ended" if is_right else reason.startswith("a line has no valid tag")

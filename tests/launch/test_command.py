@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -60,19 +61,16 @@ def test_a_plan_inside_of_a_rank_is_that_rank(capsys: pytest.CaptureFixture[str]
 
 
 def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
-    job = Job(tmp_path, "print('ran')", "--log-dir", "logs", "--bind", "cores", variables=OF_A_RANK)
-    status, out, err = job.finish()
-    assert (status, out) == (0, "ran\n")
-    assert "no effect on a rank that was not started by lowtide: --bind, --log-dir" in err
-    status, _, err = Job(tmp_path, "", "--nproc", "1", "--min-hosts", "1").finish()
+    status, _, err = Job(tmp_path, "", "--nproc", "1", "--min-hosts", "1", arguments=["--grace", "1"]).finish()
     assert status == 0 and "--min-hosts has no effect without --max-restarts" in err
+    assert "--grace was passed to the script, which runs as a single rank, " in err
 
 
 @pytest.mark.parametrize(
     ("options", "arguments", "text"),
     [
         ("", "--nproc 2", "write it before the script: lowtide launch --nproc 2 "),
-        ("", "--steps 1 --env=A=b", "note: --env was passed to the script, which runs as a single rank, "),
+        ("", "--steps 1 --env=A=b", "--env was passed to the script, which runs as a single rank, "),
         ("--nproc 2", "--nproc 2", None),
         ("--transport local", "--transport ssh", None),
         ("", "--grace 1", None),  # the script has an option of this name itself
@@ -80,12 +78,14 @@ def test_options_without_an_effect_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_an_option_of_the_launcher_behind_the_script_is_named(
-    options: str, arguments: str, text: str | None, tmp_path: Path
+    options: str, arguments: str, text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = '"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)'
-    job = Job(tmp_path, source, "--print-plan", *options.split(), arguments=arguments.split())
-    status, out, err = job.finish()
-    assert status == 0 and ("note:" not in out if text is None else text in out), out + err
+    attempts = Mock()
+    monkeypatch.setattr("lowtide.bin.launch.Attempts", attempts)
+    (tmp_path / "train.py").write_text('"""lowtide launch --nproc 2 train.py"""\nprint(options.grace)')
+    launch([*options.split(), str(tmp_path / "train.py"), *arguments.split()])
+    notes = attempts.call_args.args[0].notes_of_one_rank
+    assert notes == () if text is None else text in notes[0]
 
 
 FOR_DEEPSPEED = """
@@ -102,8 +102,10 @@ def test_a_script_for_deepspeeds_launcher_gets_its_local_rank(tmp_path: Path) ->
     status, out, err = Job(tmp_path, FOR_DEEPSPEED, "--nproc", "2").finish()
     assert status == 0 and sorted(out.split("\n")) == ["", "0 0", "[rank 1] 1 1"], err
     assert "script.py declares it and calls add_config_arguments; to omit it, use --no-pass-local-rank\n" in err
-    _, out, err = Job(tmp_path, FOR_DEEPSPEED, "--no-pass-local-rank", variables=OF_A_RANK).finish()
-    assert out == "1 -1\n" and "local_rank" not in err
+    options = ("--no-pass-local-rank", "--log-dir", "logs", "--bind", "cores")
+    _, out, err = Job(tmp_path, FOR_DEEPSPEED, *options, variables=OF_A_RANK).finish()
+    assert out == "1 -1\n" and "calls add_config_arguments" not in err
+    assert "no effect on a rank that was not started by lowtide: --bind, --log-dir\n" in err
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,8 @@ from lowtide.launch.hosts.names import (
     folded,
     parse_hostfile,
     parse_hosts,
-    parse_numbers,
     read_hostfile,
     select,
-    split_outside_brackets,
     suggestion,
 )
 from tests.kit.training import refusal
@@ -122,10 +120,6 @@ def test_include_and_exclude_choose_hosts_and_slots(
 
 def test_a_host_with_a_user_is_chosen_by_its_name() -> None:
     assert select((Host("root@h1"), Host("root@h2")), "h2", None) == (Host("root@h2"),)
-
-
-def test_separators_within_brackets_do_not_cut() -> None:
-    assert split_outside_brackets("a[1,2],b", ",") == ["a[1,2]", "b"] and parse_numbers("0-2,5") == [0, 1, 2, 5]
 
 
 def test_a_name_that_is_close_is_suggested_else_there_is_a_list() -> None:

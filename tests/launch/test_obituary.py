@@ -18,9 +18,12 @@ def test_the_clocks_decide_where_they_are_sure_and_else_the_order_of_hearing() -
     assert first_of(sure) is sure[2] and first_of(unsure) is unsure[0] and first_of([]) is None
 
 
-def test_a_signal_without_a_name_is_told_by_its_number() -> None:
+def test_signals_are_told() -> None:
     text = obituary(failure(0, 1.0, status=-40), world_size=1, has_many_hosts=False)
     assert text == "rank 0 of 1 (process 10) was ended by signal 40. It printed nothing."
+    killed = failure(0, 1.0, status=-9)
+    text = obituary(killed, world_size=2, has_many_hosts=False)
+    assert killed.exit_status == 137 and "was ended by SIGKILL before this job sent it. A usual cause is the" in text
 
 
 @pytest.mark.parametrize(

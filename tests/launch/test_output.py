@@ -5,11 +5,13 @@ import pty
 import random
 import subprocess
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lowtide.launch.agent.host_ranks import KEPT_LINES, RankOutput
 from lowtide.launch.job.display import Folding, Line
 from lowtide.watch.waiting import rank_range
 from tests.launch.jobs import LAUNCH, Job
@@ -30,12 +32,6 @@ while not said.exists():
     time.sleep(0.01)
 if rank == "1":
     raise ValueError("bad row 17")
-"""
-BAR = """
-import os, sys
-for step in range(5):
-    sys.stdout.write(f"\\rstep {step}")
-print()
 """
 FLOODS = """
 import os, sys
@@ -60,15 +56,29 @@ def test_quiet_ranks_shows_rank_0_and_why_another_one_failed(tmp_path: Path) -> 
     assert (status, out) == (1, "out 0\n") and err.startswith("err 0\n") and "│ ValueError: bad row 17\n" in err
 
 
-def test_a_progress_bar_of_another_rank_is_one_line(tmp_path: Path) -> None:
-    _, out, _ = Job(tmp_path, BAR, *TWO).finish()
-    assert out.count("[rank 1]") == 1 and "[rank 1] step 4\n" in out
-    assert out.count("step 2") == 1  # the raw bar of rank 0
+def output_of(
+    *said: bytes, is_plain: bool = False, log: Path | None = None
+) -> tuple[bytes, tuple[str, ...], list[str]]:
+    """What is shown of a rank that has said this and ended, its last lines, and what is told of its log."""
+    notes: list[str] = []
+    read_fd, write_fd = os.pipe()
+    output = RankOutput(read_fd, is_plain, log, notes.append)
+    shown = b""
+    for chunk in said:
+        os.write(write_fd, chunk)
+        shown += output.read_what_is_there()
+    os.close(write_fd)
+    last_lines = output.last_lines()
+    return shown + output.close(), last_lines, notes
 
 
-def test_output_without_a_final_newline_is_complete(tmp_path: Path) -> None:
-    source = "import os\nif os.environ['RANK'] == '1': print('x' * 200_000, end='')"
-    assert Job(tmp_path, source, *TWO).finish().out == "[rank 1] " + "x" * 200_000 + "\n"
+def test_a_progress_bar_of_another_rank_is_one_line() -> None:
+    bar = [*(f"\rstep {step}".encode() for step in range(5)), b"\n"]
+    assert output_of(*bar)[0] == b"step 4\n" and output_of(*bar, is_plain=True)[0] == b"".join(bar)
+
+
+def test_output_without_a_final_newline_is_complete() -> None:
+    assert output_of(*[b"x" * 50_000] * 4)[0] == b"x" * 200_000 + b"\n"
 
 
 def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
@@ -112,32 +122,26 @@ def test_a_reader_that_goes_away_does_not_stop_the_ranks(tmp_path: Path) -> None
     job.process.communicate()
 
 
-def test_the_box_has_the_whole_traceback(tmp_path: Path) -> None:
-    source = """
-import os
-def deeper(n):
-    return deeper(n - 1) + 1 if n else [][0]
-def middle(n):
+def test_the_last_lines_are_the_whole_traceback() -> None:
+    def deeper(number: int) -> None:
+        deeper(number - 1) if number else [][0]
+
     try:
-        deeper(2)
-    except IndexError as error:
-        raise ValueError("outer") from error
-if os.environ["RANK"] == "1":
-    for line in range(50):
-        print("before", line)
-    middle(1)
-"""
-    box = Job(tmp_path, source, *TWO).finish().err.partition("┌─ rank 1 ─")[2]
-    assert box.count("│ Traceback (most recent call last):") == 2
-    assert "│ IndexError: list index out of range" in box and "│ ValueError: outer" in box and "before" not in box
+        try:
+            deeper(20)
+        except IndexError as error:
+            raise ValueError("outer") from error
+    except ValueError:
+        text = traceback.format_exc()
+    lines = [f"before {number}" for number in range(50)]
+    assert output_of("\n".join([*lines, text]).encode())[1] == tuple(text.splitlines())
+    assert output_of("\n".join(lines).encode())[1] == tuple(lines[-KEPT_LINES:])
 
 
 def test_a_full_disk_is_told_once_and_the_ranks_go_on(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs/rank1.log").symlink_to("/dev/full")
-    status, out, err = Job(tmp_path, SAYS, *TWO, "--log-dir", "logs").finish()
-    assert status == 0 and "[rank 1] err 1" in out
-    assert "logs/rank1.log cannot be written: No space left on device. The ranks continue" in err
+    shown, _, notes = output_of(b"one\n", b"two\n", log=Path("/dev/full"))
+    assert shown == b"one\ntwo\n"
+    assert notes == ["/dev/full cannot be written: No space left on device. The ranks continue without this log"]
     source = "import os\nif os.environ['RANK'] == '1':\n    for i in range(20000): print(i, 'x' * 60)"
     (tmp_path / "script.py").write_text(source)
     with open("/dev/full", "wb") as full:

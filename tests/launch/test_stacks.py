@@ -84,8 +84,6 @@ def collected(path: Path, timeout_seconds: float = 60.0) -> str:
     ("imports", "hang"),
     [
         ("time", "time.sleep(60)"),
-        ("threading", "lock = threading.Lock(); lock.acquire(); lock.acquire()"),
-        ("socket", "socket.create_server(('127.0.0.1', 0)).accept()"),
         ("itertools", "sum(itertools.repeat(1))"),  # in C, with the interpreter's lock
     ],
 )

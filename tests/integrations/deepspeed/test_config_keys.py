@@ -172,31 +172,10 @@ NOTES: list[tuple[str, object, str]] = [  # "" where DeepSpeed's default is what
     ("compile", {"deepcompile": False, "double_buffer": True}, ""),
     ("pipeline.grad_partitioned", True, "true | stages send whole tensors, not divided over tensor-parallel ranks"),
     ("data_types.keep_in_fp32_modules", ["bias"], '["bias"] | it is for buffers, which keep their types'),
-    ("checkpoint.tag_validation", "Fail", '"Fail" | every rank uses the tag of rank 0'),
-    (
-        "checkpoint.load_universal",
-        True,
-        "true | every checkpoint loads at every number of ranks and every stage",
-    ),
     (
         "checkpoint.parallel_write",
         {"pipeline_stage": True},
         '{"pipeline_stage": true} | every rank writes its part in parallel',
-    ),
-    (
-        "zero_optimization.load_from_fp32_weights",
-        False,
-        "false | saving and loading use the fp32 master weights",
-    ),
-    (
-        "zero_optimization.pipeline_loading_checkpoint",
-        True,
-        "true | each rank reads only its ranges of a checkpoint",
-    ),
-    (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-        True,
-        "true | engine.export() writes full weights and never gathers the model; engine.state_dict() always gives them",
     ),
     (
         "zero_optimization.reduce_bucket_size",
@@ -222,11 +201,6 @@ def test_a_line_is_never_logged_with_null_and_infinity(tmp_path: Path) -> None:
         path.write_text(f'{{"steps_per_print": {text}}}')
         with pytest.raises(ConfigError, match="steps_per_print: expected a finite number, found "):
             Config.load(path)
-
-
-def test_checkpoint_keys_that_ask_for_another_place_say_what_to_do() -> None:
-    said = "nebula: not supported yet; remove the section; checkpoint.async writes in the background"
-    assert [str(fault) for fault in faults({"nebula": {"enabled": True}})] == [said]
 
 
 def test_old_names_work() -> None:

@@ -26,15 +26,15 @@ from tests.kit.ranks import RankPool, on_ranks
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 BEST = {**EVERY_STEP, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
-BEST |= {"metric_for_best_model": "worth", "greater_is_better": True}
+BEST |= {"metric_for_best_model": "worth", "greater_is_better": True, "save_only_model": True}
 
 
-def run_best(folder: str, options: dict[str, Any], with_adapters: bool) -> Outcome:
+def run_best(folder: str, with_adapters: bool) -> Outcome:
     """Of a training that takes up the best model, which is that of the first step."""
     worth = iter((1.0, 0.5, 0.2))
     given: dict[str, Any] = {"model": adapted()} if with_adapters else {}
     given["compute_metrics"] = lambda _: {"worth": next(worth)}
-    return trained(folder, stage(3), {**BEST, **options}, **given)
+    return trained(folder, stage(3), BEST, **given)
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -48,13 +48,12 @@ def test_a_training_goes_on_to_the_same_bits(ranks: RankPool, tmp_path: Path) ->
     assert same(resumed.state, whole.state)
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_a_training_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path, before: int, after: int) -> None:
+def test_a_training_goes_on_with_other_ranks(ranks: RankPool, tmp_path: Path) -> None:
     """Batches of eight on all ranks together; their samples are in another order within each."""
     config = stage(3, optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}})
-    halves = [{**EVERY_STEP, "per_device_train_batch_size": 8 // count} for count in (before, after)]
-    whole = ranks(before, trained, str(tmp_path), config, halves[0])[0]
-    resumed = ranks(after, trained, str(tmp_path / "again"), config, halves[1], str(tmp_path / "checkpoint-1"))[0]
+    alone = {**EVERY_STEP, "per_device_train_batch_size": 8}
+    whole = ranks(2, trained, str(tmp_path), config, EVERY_STEP)[0]
+    resumed = ranks(1, trained, str(tmp_path / "again"), config, alone, str(tmp_path / "checkpoint-1"))[0]
     assert resumed.logged("loss") == pytest.approx(whole.logged("loss"), abs=1e-5)
     assert resumed.logged("learning_rate") == whole.logged("learning_rate")
     assert apart(resumed.state, whole.state) < 1e-5
@@ -70,11 +69,10 @@ def test_a_saved_model_is_whole(ranks: RankPool, tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "checkpoint-3").tags() == ["global_step3"]
 
 
-@pytest.mark.parametrize(("options", "with_adapters"), [({}, True), ({"save_only_model": True}, False)])
-def test_the_best_model_is_taken_up_at_the_end(
-    ranks: RankPool, tmp_path: Path, options: dict[str, Any], with_adapters: bool
-) -> None:
-    best = ranks(2, run_best, str(tmp_path), options, with_adapters)[0]
+@pytest.mark.parametrize("with_adapters", [True, False])
+def test_the_best_of_saved_models_is_taken_up_at_the_end(ranks: RankPool, tmp_path: Path, with_adapters: bool) -> None:
+    """Of checkpoints of engines: `test_parallel_axes.py`."""
+    best = ranks(2, run_best, str(tmp_path), with_adapters)[0]
     name = "adapter_model.safetensors" if with_adapters else "model.safetensors"
     saved = load_file(tmp_path / "checkpoint-1" / name)
     found = {key: best.state.get(key, best.state.get(key.replace(".weight", ".default.weight"))) for key in saved}

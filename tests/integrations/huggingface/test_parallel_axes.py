@@ -130,7 +130,6 @@ REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "expected labels among the inputs, or": ({"sequence": 2}, {}, {"compute_loss_func": summed_loss}),
     "expected no dispatch_batches if 2 ranks need the same batches": ({"tensor": 2}, DISPATCH, {}),
     "parallel.tensor: expected a model without torch.compile": ({"tensor": 2}, {"torch_compile": True}, {}),
-    "tensor(3) x data(?) = world size (2) does not hold": ({"tensor": 3}, {}, {}),
 }
 
 

@@ -1,7 +1,6 @@
 """A Trainer over an engine trains as transformers' own does over DistributedDataParallel, whatever its arguments."""
 
 import copy
-import json
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,7 +73,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "label smoothing": {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
     "checkpointing": {"activation_checkpointing": True, "neftune_noise_alpha": 5.0},
-    "lengths": {"train_sampling_strategy": "group_by_length", "seed": 7},
     "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "own loss": {"kind": Doubles, "gradient_accumulation_steps": 2},
     "loss function": {"compute_loss_func": summed_loss, "gradient_accumulation_steps": 2},
@@ -99,10 +97,12 @@ def train(folder: Path, config: Any, case: dict[str, Any]) -> Outcome:
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_over_ddp_at_every_stage(tmp_path: Path, name: str) -> None:
-    stages = (0, 3) if name in ("accumulation", "checkpointing") else (3 - list(CASES).index(name) % 4,)
+    stages = (0, 3) if name == "checkpointing" else (3 - list(CASES).index(name) % 4,)
+    sections = {"gradient_clipping": "auto"} if name == "accumulation" else {}  # then the engine clips by itself
     # Epsilon well above the last bit of a gradient near zero: AdamW makes a whole step of whatever its sign is.
     case = {"max_steps": 3, "adam_epsilon": 1e-4, **CASES[name]}
-    plain, *ours = [train(tmp_path, config, case) for config in (None, *map(stage, stages))]
+    configs = [None, *(stage(number, **sections) for number in stages)]
+    plain, *ours = [train(tmp_path, config, case) for config in configs]
     assert not is_first() or max(differences(plain, one) for one in ours) < 1e-6
 
 
@@ -140,23 +140,6 @@ def test_it_trains_in_16_bits(tmp_path: Path, precision: str) -> None:
     if is_first():
         assert found.logged("loss")[-1] < found.logged("loss")[0]
         assert {value.dtype for value in found.state.values()} == {HALF[precision]}
-
-
-WAYS: dict[str, dict[str, Any]] = {
-    "parameters in files": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "{}"}}},
-    "updates in the backward": {"zero_optimization": {"stage": 3, "update_in_backward": True}},
-    "the config clips": {"gradient_clipping": "auto"},
-}
-UNCLIPPED = {"max_grad_norm": 0.0}
-
-
-@on_ranks(2, timeout=120)
-def test_it_trains_alike_on_every_way(tmp_path: Path) -> None:
-    clipped, unclipped = (train(tmp_path, stage(3), case) for case in ({}, UNCLIPPED))
-    for name, way in json.loads(json.dumps(WAYS).replace("{}", str(tmp_path))).items():
-        is_unclipped = name == "updates in the backward"
-        found = train(tmp_path, {**stage(3), **way}, UNCLIPPED if is_unclipped else {})
-        assert not is_first() or differences(found, unclipped if is_unclipped else clipped) == 0, name
 
 
 def test_where_the_norm_is_only_looked_at_no_gradient_is_clipped_however_large() -> None:

@@ -56,13 +56,12 @@ def test_the_values_are_those_of_from_pretrained(ranks: RankPool, tmp_path: Path
     model = save(MODELS[name], tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     expected = type(model).from_pretrained(tmp_path).state_dict()
-    for config in (stage(3, communication={"transport": "sockets"}), stage(1)):
-        found = ranks(2, loaded, str(tmp_path), config, kind=type(model).__name__)[0]
-        assert found.keys() == expected.keys()
-        assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
+    found = ranks(2, loaded, str(tmp_path), stage(3), kind=type(model).__name__)[0]
+    assert found.keys() == expected.keys()
+    assert [key for key, value in expected.items() if not torch.equal(value, found[key])] == []
 
 
-@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, "float64"])
+@pytest.mark.parametrize("dtype", ["auto", torch.bfloat16])
 def test_the_dtype_is_as_transformers_has_it(tmp_path: Path, dtype: Any) -> None:
     save(llama, tmp_path)
     expected = transformers.LlamaModel.from_pretrained(tmp_path, dtype=dtype).state_dict()
@@ -176,13 +175,12 @@ def test_the_package_is_left_as_it_was(tmp_path: Path) -> None:
     assert isinstance(transformers.LlamaModel.from_pretrained(tmp_path), nn.Module)
 
 
-def train_streaming(folder: str, streams: bool, with_adapters: bool) -> Outcome:
+def train_streaming(folder: str, streams: bool) -> Outcome:
     """An evaluation and a training; streams: by lowtide's `from_pretrained`."""
     kind = transformers.LlamaForCausalLM
 
     def build() -> Any:
-        model = from_pretrained(kind, folder) if streams else kind.from_pretrained(folder)
-        return with_lora(model) if with_adapters else model
+        return with_lora(from_pretrained(kind, folder) if streams else kind.from_pretrained(folder))
 
     made = trainer(f"{folder}/out", stage(3), {"max_steps": 2}, model_init=build)
     torch.rand(3)  # what a script draws between the model and its engine
@@ -193,9 +191,8 @@ def train_streaming(folder: str, streams: bool, with_adapters: bool) -> Outcome:
     return outcome
 
 
-@pytest.mark.parametrize("with_adapters", [False, True])
-def test_the_model_of_a_trainer_streams_in_model_init(ranks: RankPool, tmp_path: Path, with_adapters: bool) -> None:
+def test_the_model_of_a_trainer_streams_in_model_init(ranks: RankPool, tmp_path: Path) -> None:
     save(tiny_llama, tmp_path)
-    read, streamed = (ranks(2, train_streaming, str(tmp_path), streams, with_adapters)[0] for streams in (False, True))
+    read, streamed = (ranks(2, train_streaming, str(tmp_path), streams)[0] for streams in (False, True))
     assert differences(read, streamed) == 0
     assert streamed.logged("eval_loss") == read.logged("eval_loss")

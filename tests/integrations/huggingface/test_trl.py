@@ -73,7 +73,6 @@ SKIP = {"dataset_kwargs": {"skip_prepare_dataset": True}, "gradient_accumulation
 ROLLOUTS = {"num_generations": 4, "max_completion_length": 6, "generation_kwargs": {"eos_token_id": [*range(45), 60]}}
 CASES = {
     "SFT": Case("SFT", sentence, SKIP),
-    "DPO": Case("DPO", preference),
     "DPO, precomputed": Case("DPO", preference, {"precompute_ref_log_probs": True}),
     "DPO, LoRA": Case("DPO", preference, lora=True),
     "DPO, synchronized": Case("DPO", preference, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
@@ -81,7 +80,6 @@ CASES = {
     "Reward": Case("Reward", preference, model="LlamaForSequenceClassification"),
     "RLOO": Case("RLOO", prompt, {**ROLLOUTS, "beta": 0.1}),
     "GRPO": Case("GRPO", prompt, {**ROLLOUTS, "beta": 0.1}),
-    "GRPO, no reference": Case("GRPO", prompt, {**ROLLOUTS, "beta": 0.0}),
 }
 
 
@@ -136,10 +134,10 @@ def assert_as_over_ddp(ours: Outcome, plain: Outcome) -> None:
     assert apart(ours.state, plain.state) < 1e-5
 
 
-@pytest.mark.parametrize(("num_ranks", "case"), [(1, "DPO, LoRA"), *((2, case) for case in CASES)])
-def test_trainers_are_as_over_ddp(ranks: RankPool, tmp_path: Path, num_ranks: int, case: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_trainers_are_as_over_ddp(ranks: RankPool, tmp_path: Path, case: str) -> None:
     write(tmp_path, case)
-    plain, ours = (ranks(num_ranks, tune, str(tmp_path), config, case)[0] for config in (None, stage(3)))
+    plain, ours = (ranks(2, tune, str(tmp_path), config, case)[0] for config in (None, stage(3)))
     assert_as_over_ddp(ours, plain)
 
 

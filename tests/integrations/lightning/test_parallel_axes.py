@@ -78,7 +78,6 @@ def test_losses_metrics_and_weights_are_those_of_ddp(ranks: RankPool, tmp_path: 
 REFUSED: dict[str, tuple[dict[str, Any], bool]] = {
     "parallel.sequence: expected 1 in the config of LowtideStrategy, found 2: a training_": ({"sequence": 2}, False),
     "parallel.tensor_sequence: expected False in the config of": ({"tensor": 2, "tensor_sequence": True}, False),
-    "tensor(3) x data(?) = world size (2) does not hold": ({"tensor": 3}, False),
     "automatic_optimization: expected true with parallel.tensor or parallel.expert": ({"tensor": 2}, True),
 }
 

@@ -24,19 +24,9 @@ def square_of_rank(offset: int = 0) -> int:
     return dist.get_rank() ** 2 + offset
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    total = tensor + dist.get_rank()
-    dist.all_reduce(total)
-    return total
-
-
 def variables() -> list[str]:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
     return [os.environ[name] for name in names]
-
-
-def has_group() -> bool:
-    return dist.is_initialized()
 
 
 def draws_and_leaves_a_mess() -> tuple[float, float, str | None, torch.dtype, int]:
@@ -84,20 +74,10 @@ def test_results_are_in_the_order_of_ranks(ranks: RankPool) -> None:
     assert ranks(2, square_of_rank, 1) == [1, 2]
 
 
-def test_tensors_travel_and_collectives_work(ranks: RankPool) -> None:
-    for total in ranks(2, sum_over_ranks, torch.arange(3.0)):
-        assert torch.equal(total, torch.tensor([1.0, 3.0, 5.0]))
-
-
 def test_environment_is_that_of_torchrun(ranks: RankPool) -> None:
     first, second = ranks(2, variables)
     assert first[:5] == ["0", "2", "0", "2", "127.0.0.1"] and second[:5] == ["1", "2", "1", "2", "127.0.0.1"]
     assert first[5] == second[5] and first[6] == "1"
-
-
-def test_process_group_is_optional(ranks: RankPool) -> None:
-    assert ranks(2, has_group, process_group=False) == [False, False]
-    assert ranks(2, has_group) == [True, True]
 
 
 def test_each_call_starts_clean_in_the_same_processes(ranks: RankPool) -> None:

@@ -113,12 +113,3 @@ def test_a_failed_contender_gives_status_1_and_the_numbers_are_kept(
     assert re.search(r"lowtide stage 3 +│ +2.000 │ 1.00 \(0.50-1.50\)", said)
     read = json.loads((tmp_path / "found.json").read_text())
     assert [one["tables"]["a machine"]["x DDP"] for one in read["contenders"]] == [[1.0, 1.0], [0.5, 1.5]]
-
-
-def test_one_process_with_the_whole_batch_has_the_mean_loss_of_its_rows(helper: Helper) -> None:
-    model, contenders = helper("_model"), helper("_contenders")
-    size = model.SIZES["tiny"]
-    ((tokens, targets),) = model.build_batches(size, 1, 4)
-    expected = float(model.build_model(size)(tokens, targets).detach())
-    trainer = contenders.build_single(model.build_model(size), contenders.Setup(microbatch=1))
-    assert float(trainer.step(tokens, targets)) == pytest.approx(expected)

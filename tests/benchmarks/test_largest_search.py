@@ -18,13 +18,6 @@ def search(
     return helper("largest").most_layers(fits, start, most, resolution), tried
 
 
-def test_layers_are_doubled_and_then_bisected(helper: Helper) -> None:
-    assert search(helper, 11) == (11, [2, 4, 8, 16, 12, 10, 11])
-    assert search(helper, 0, start=8) == (0, [8, 4, 2, 1])
-    assert search(helper, 10**6, most=11) == (11, [2, 4, 8, 11])
-    assert search(helper, 10**6, start=3, most=3) == (3, [3])
-
-
 @pytest.mark.parametrize("resolution", [0.01, 0.05, 0.5])
 @pytest.mark.parametrize("start", [1, 2, 7, 100])
 def test_what_is_found_fits_and_is_within_the_resolution(helper: Helper, start: int, resolution: float) -> None:

@@ -22,7 +22,7 @@ RUNS = {
     " --accumulation 2 --offload-folder OUT --json OUT/j --png OUT/p.png",
     "cpu_optimizer": "--numel 70000 --rounds 1 --steps 1 --contenders kernel-int8 copy --json OUT/j --png OUT/p.png",
     "fewer_bytes": "--steps 2 --layers 1 --width 32 --context 16 --seeds 0 --validation-batches 1"
-    " --contenders kahan* split* --json OUT/j --png OUT/p.png",
+    " --contenders split* --json OUT/j --png OUT/p.png",
     "host_time": "--rounds 1 --steps 1 --depths 1 2 --contenders lowtide-3 fsdp2 --json OUT/j",
     "host_time of kernels": "--kernels --rounds 1 --json OUT/j",
     "largest": "--size tiny --budget-mib 200 --max-layers 2 --contenders ddp"

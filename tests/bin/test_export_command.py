@@ -1,6 +1,6 @@
 """`lowtide export`: what engine.export would have written, from a checkpoint and without its ranks."""
 
-import os
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import lowtide
 from lowtide.bin.main import main
 from tests.checkpoint.making import write
 from tests.engine import test_adapters as adapters
 from tests.engine.plain_weights import differences, engine_of, export, load_weights, saved_once
-from tests.kit.hugging_face import small
 from tests.kit.models import token_batch
 from tests.kit.ranks import RankPool
-from tests.kit.training import settings
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-transformers = pytest.importorskip("transformers")
 safetensors_torch = pytest.importorskip("safetensors.torch")
 
 Capture = pytest.CaptureFixture[str]
@@ -111,20 +106,13 @@ def test_load_weights_takes_a_checkpoint_too(ranks: RankPool, saved: Saved) -> N
     assert differences(saved_once(newest), loaded(folder / "own")) == []
 
 
-def save_llama(folder: str) -> dict[str, Tensor]:
-    with lowtide.initialize(small("LlamaForCausalLM"), settings(3)) as engine:
-        ids = torch.arange(14).view(2, 7) + engine.rank
-        engine.train_step({"input_ids": ids, "labels": ids})
-        engine.save_checkpoint(folder)
-        return engine.state_dict()
-
-
-def test_from_pretrained_loads_it(ranks: RankPool, tmp_path: Path) -> None:
-    state = ranks(2, save_llama, str(tmp_path))[0]
-    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(found) is transformers.LlamaForCausalLM and found.generation_config is not None
-    assert differences(dict(found.state_dict()), {name: value.half() for name, value in state.items()}) == []
+def test_a_configuration_names_the_dtype_that_is_written(tmp_path: Path) -> None:
+    config = {"dtype": "float32", "text_config": {"torch_dtype": "float32"}, "width": 3}
+    files = {"config.json": config}
+    write(tmp_path / "in", {"w": torch.ones(3)}, compute_dtypes=FLOAT32, model_files=files)
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "fp16"]) == 0
+    expected = {"dtype": "float16", "text_config": {"torch_dtype": "float16"}, "width": 3}
+    assert json.loads((tmp_path / "out/config.json").read_text()) == expected
 
 
 # -- errors ---------------------------------------------------------------------------------------------------------

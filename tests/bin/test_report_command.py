@@ -3,7 +3,6 @@
 import json
 import re
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -146,19 +145,3 @@ def test_the_command_writes_the_page(run: Path, tmp_path: Path, capsys: Capture)
     assert capsys.readouterr().out == f"page: {tmp_path / 'page.html'}\n"
     assert main([str(tmp_path / "none"), "--html", str(tmp_path / "other.html")]) == 1
     assert "expected a folder with metrics.csv (csv_monitor), a profile or a memory" in capsys.readouterr().err
-
-
-def test_a_browser_shows_it(run: Path, tmp_path: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("there is no chromium here (apt-get install chromium)")
-    page, picture = tmp_path / "page.html", tmp_path / "page.png"
-    page.write_text(page_of(run), encoding="utf-8")
-    options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={tmp_path / 'user'}"]
-    size = ["--window-size=1160,1600", f"--screenshot={picture}", page.as_uri()]
-    subprocess.run([browser, *options, *size], check=True, capture_output=True, timeout=100)
-    image = pytest.importorskip("matplotlib.image").imread(picture)
-    assert image.shape[:2] == (1600, 1160)
-    blue = abs(image[:, :, :3] - [0x2B / 255, 0x6C / 255, 0xB0 / 255]).max(axis=2) < 0.02
-    assert blue.sum() > 500  # lines are drawn
-    assert blue[:, :580].any() and blue[:, 580:].any()  # in two columns

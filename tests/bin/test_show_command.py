@@ -157,12 +157,6 @@ DAMAGES: dict[str, tuple[str, Callable[[Path], object], str, bool]] = {
         "lowtide.json: expected the description of a checkpoint, found no such file",
         False,
     ),
-    "description altered": (
-        MANIFEST,
-        lambda at: _flip(at, 200),
-        "lowtide.json: expected the file as written, found it truncated or altered",
-        False,
-    ),
     "value altered": (DATA, lambda at: _flip(at, 2000), "(the checksum differs): the file is altered", True),
 }
 

@@ -202,13 +202,6 @@ def test_the_log_is_there_before_the_planner_speaks(monkeypatch: pytest.MonkeyPa
     assert said == ["log", "plan"]
 
 
-def test_ranks_train_with_what_the_command_has_written(ranks: RankPool, tmp_path: Path) -> None:
-    best = tmp_path / "best.json"
-    assert main(["auto", *SHAPE, "--gpus", "2", "--global-batch", "8", "--write", str(best)]) == 0
-    config = {**json.loads(best.read_text()), "bf16": {"enabled": False}, "device": "cpu"}
-    assert len({loss for loss, _ in ranks(2, train_auto, config)}) == 1
-
-
 # -- the command ------------------------------------------------------------------------------------------------------
 
 

@@ -217,8 +217,6 @@ def test_peak_and_bytes_sent_are_those_of_a_step_with_all_features(ranks: RankPo
 
 
 REPORTED: dict[str, Case] = {
-    "sockets, stage 3": Case("gpt", config_of(3)),
-    "shared memory": Case("gpt", config_of(2, **SHARED)),
     "native": Case("gpt", config_of(3, communication={"transport": "native"})),
     "stages": Case("gpt", {**config_of(1, 0, 2), "parallel": {"pipeline": 2}}),
     "layer by layer": Case("deep gpt", layers(3, 1, 3, **BF16)),

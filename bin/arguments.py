@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -159,6 +160,20 @@ def parse_count(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f'expected a whole number of at least 1, found "{text}"')
     return int(text)
+
+
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write, as argparse's `type`: a wrong name is an error before the work."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f'expected a file in an existing folder, found "{text}"; make its folder first'
+        )
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f'expected the name of a file, found the folder "{text}"')
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f'expected a file that you may write, found "{text}"')
+    return path
 
 
 def parse_size(text: str) -> float:

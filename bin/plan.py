@@ -24,7 +24,7 @@ from ..engine.plan.machine import Machine, calibrated
 from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
-from .arguments import Parser, console_of, numbers, parse_count, parse_counts, parse_size, reports
+from .arguments import Parser, console_of, numbers, output_file, parse_count, parse_counts, parse_size, reports
 from .planned import draw, show
 
 _STAGES = {
@@ -35,6 +35,7 @@ _STAGES = {
 }
 _FOLDER = "lowtide-nvme"  # in the working directory, as in the preset zero3_offload_nvme
 _MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of its master weight and two moments
+_OF_FORMULA = {"params", "ranks", "fp32"}  # options of the table of ZeRO's formula
 _FULL = (4, 4, 8)  # without a separate master weight
 
 
@@ -49,14 +50,19 @@ _EXAMPLES = """examples:
 
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 0 if the plan fits, 1 if it does not."""
-    arguments = parser().parse_args(argv)
+    command_line = parser()
+    arguments = command_line.parse_args(argv)
     console = console_of(132)
-    if arguments.config is not None and arguments.params is not None:
-        parser().error("--params: expected no CONFIG with it; leave out --params or CONFIG")
+    if arguments.config is None and arguments.params is None:
+        command_line.error("expected CONFIG and a model, or --params N")
+    changed = {name for name, value in vars(arguments).items() if value != command_line.get_default(name)}
+    wrong = changed & _OF_FORMULA if arguments.config is not None else changed - _OF_FORMULA
+    if wrong:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
+        rule = "--params takes no CONFIG, only --ranks and --fp32; a plan of CONFIG has --gpus N instead of --ranks"
+        command_line.error(f"found {names} {'with' if arguments.config is not None else 'without'} CONFIG: {rule}")
     if arguments.config is not None:
         return _plan(arguments, console)
-    if arguments.params is None:
-        parser().error("expected CONFIG and a model, or --params N")
     console = console if console.is_terminal else Console(width=100)
     for num_params in arguments.params:
         console.print(memory_table(num_params, arguments.ranks, arguments.fp32))
@@ -69,10 +75,10 @@ def _plan(arguments: argparse.Namespace, console: Console) -> int:
     plan = _planned(arguments)
     show(plan, console, arguments.tokens)
     if arguments.write:
-        Path(arguments.write).write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+        arguments.write.write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
         print(f"config written to {arguments.write}")
     if arguments.png:
-        draw(plan, Path(arguments.png))
+        draw(plan, arguments.png)
         print(f"picture written to {arguments.png}")
     return 0 if plan.fits else 1
 
@@ -81,7 +87,7 @@ def _planned(arguments: argparse.Namespace) -> Plan:
     """Make the plan that the command line describes. Raises ValueError unless it names exactly one model."""
     machine = _machine(arguments)
     sizes = ("layers", "hidden", "heads", "vocab")
-    given = [name for name in sizes if getattr(arguments, name) is not None]
+    given = [name for name in (*sizes, "kv_heads", "mlp") if getattr(arguments, name) is not None]
     kinds = [bool(given), arguments.model is not None, arguments.hf is not None]
     if sum(kinds) != 1:
         raise ValueError(
@@ -91,9 +97,8 @@ def _planned(arguments: argparse.Namespace) -> Plan:
     if given:
         missing = [f"--{name}" for name in sizes if name not in given]
         if missing:
-            raise ValueError(
-                f"expected {', '.join(missing)} with --{given[0]}: a shape needs layers, hidden, heads, vocab"
-            )
+            name = given[0].replace("_", "-")
+            raise ValueError(f"expected {', '.join(missing)} with --{name}: a shape needs layers, hidden, heads, vocab")
         shape = Shape(
             arguments.layers, arguments.hidden, arguments.heads, arguments.vocab, arguments.sequence or 2048,
             kv_heads=arguments.kv_heads or 0, mlp=arguments.mlp or 0,
@@ -255,8 +260,12 @@ def parser() -> Parser:
     training.add_argument(
         "--tokens", metavar="N", type=_tokens, help="tokens of the whole training, for example 15T: shows its days"
     )
-    training.add_argument("--write", metavar="FILE", help="write the config to FILE, for lowtide.initialize")
-    training.add_argument("--png", metavar="FILE", help="draw the time and memory of the best configs")
+    training.add_argument(
+        "--write", metavar="FILE", type=output_file, help="write the config to FILE, for lowtide.initialize"
+    )
+    training.add_argument(
+        "--png", metavar="FILE", type=output_file, help="draw the time and memory of the best configs"
+    )
     table = result.add_argument_group("model states by the formula of ZeRO, without CONFIG")
     table.add_argument(
         "--params",

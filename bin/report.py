@@ -19,7 +19,7 @@ from rich.table import Table
 from ..engine.report.memory_report import MemoryReport, reports_in
 from ..engine.report.monitors import RUN
 from ..engine.report.step_profile import profiles_in
-from .arguments import Parser, console_of, numbers, picture, reports, three_figures
+from .arguments import Parser, console_of, numbers, output_file, picture, reports, three_figures
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22
 _MAX_ROWS = 12  # of owners, and of modules
@@ -68,6 +68,8 @@ and profile in this folder.
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 1 if there is no report."""
     options = parser().parse_args(argv)
+    if options.html and options.rank is not None:
+        parser().error("--rank: expected none with --html, whose page shows all ranks; leave out one of them")
     if options.html:
         options.html.write_text(page_of(options.run), encoding="utf-8")
         print(f"page: {options.html}")
@@ -312,9 +314,10 @@ def parser() -> Parser:
     result = Parser.of("report", _EXAMPLES)
     result.add_argument("run", metavar="FOLDER", type=Path, help="the folder with the ranks' reports")
     result.add_argument("--rank", type=int, metavar="N", help="show this rank (default: the fullest)")
-    result.add_argument("--png", type=Path, metavar="FILE", help="draw the memory of the step over time")
-    result.add_argument(
-        "--html", type=Path, metavar="FILE", help="write the page of the run: metrics, profiles, memory"
+    output = result.add_mutually_exclusive_group()
+    output.add_argument("--png", type=output_file, metavar="FILE", help="draw the memory of the step over time")
+    output.add_argument(
+        "--html", type=output_file, metavar="FILE", help="write the page of the run: metrics, profiles, memory"
     )
-    result.add_argument("--json", action="store_true", help="print the whole report as JSON, in bytes")
+    output.add_argument("--json", action="store_true", help="print the whole report as JSON, in bytes")
     return result

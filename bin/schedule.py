@@ -13,7 +13,7 @@ from ..pipe.schedules.grid import colour_grid, write_png
 from ..pipe.schedules.registry import KINDS, is_path, make_schedule, read_schedule
 from ..pipe.schedules.schedule import Schedule, ScheduleError
 from ..pipe.schedules.simulator import Simulation, simulate
-from .arguments import Parser, console_of, numbers, parse_count, parse_counts, parse_size, reports
+from .arguments import Parser, console_of, numbers, output_file, parse_count, parse_counts, parse_size, reports
 
 _EXAMPLES = """examples:
   lowtide schedule show 1f1b --ranks 4 --microbatches 8
@@ -38,11 +38,11 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
     console.print(colour_grid(simulation, console.width))
     console.print(_rank_table(simulation))
     if arguments.save:
-        Path(arguments.save).write_text(schedule.to_text(), encoding="utf-8")
+        arguments.save.write_text(schedule.to_text(), encoding="utf-8")
         print(f"schedule written to {arguments.save}")
     if arguments.png:
         try:
-            write_png(simulation, Path(arguments.png))
+            write_png(simulation, arguments.png)
         except ModuleNotFoundError as error:
             raise ScheduleError(f'--png needs matplotlib: pip install "lowtide[examples]" ({error})') from error
         print(f"picture written to {arguments.png}")
@@ -223,8 +223,10 @@ def parser() -> Parser:
     show.add_argument("--ranks", metavar="N", type=parse_count, help="pipeline ranks (default: from the config)")
     show.add_argument("--microbatches", metavar="N", type=parse_count, help="microbatches (default: from the config)")
     show.add_argument("--chunks", metavar="N", type=parse_count, help="stages on each rank")
-    show.add_argument("--png", metavar="FILE", help="draw a picture")
-    show.add_argument("--save", metavar="FILE", help="write a text file, which you can edit and name in a config")
+    show.add_argument("--png", metavar="FILE", type=output_file, help="draw a picture")
+    show.add_argument(
+        "--save", metavar="FILE", type=output_file, help="write a text file, which you can edit and name in a config"
+    )
     compare = commands.add_parser("compare", help="rank all schedules for given costs and a memory limit")
     compare.add_argument("--ranks", metavar="N", type=parse_count, required=True, help="pipeline ranks")
     compare.add_argument("--microbatches", metavar="N", type=parse_count, required=True, help="microbatches")

@@ -1,5 +1,6 @@
 """`lowtide` and its commands: help, version, what is said of mistakes; each command imports only its own module."""
 
+import argparse
 import subprocess
 import sys
 from importlib import import_module
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.bin.arguments import Parser
+from lowtide.bin.arguments import Parser, output_file
 from lowtide.bin.main import COMMANDS, main
 from tests.test_public_api import in_fresh_python
 
@@ -135,3 +136,37 @@ def test_the_executable_says_when_lowtide_is_not_installed(tmp_path: Path) -> No
     done = subprocess.run([tmp_path / "bin/lowtide"], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 1
     assert "lowtide: not installed for " in done.stderr and "run ./bin/quickstart, or pip install -e ." in done.stderr
+
+
+PLAN = "plan zero3 --layers 2 --hidden 64 --heads 2 --vocab 100"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (f"{PLAN} --write no/best.json", 'argument --write: expected a file in an existing folder, found "no/best.'),
+        (f"{PLAN} --png folder", 'argument --png: expected the name of a file, found the folder "folder"'),
+        ("schedule show 1f1b --ranks 2 --microbatches 2 --save no/s.txt", "argument --save: expected a file in an"),
+        ("schedule show 1f1b --ranks 2 --microbatches 2 --png no/s.png", "argument --png: expected a file in an"),
+        ("report folder --png no/s.png", "argument --png: expected a file in an existing folder"),
+        ("report folder --html a.html --json", "argument --json: not allowed with argument --html"),
+        ("report folder --html a.html --rank 0", "--rank: expected none with --html, whose page shows all ranks"),
+        ("plan --params 7b --gpus 4 --tokens 1T", "found --gpus, --tokens without CONFIG: --params takes no CONFIG"),
+        (f"{PLAN} --ranks 8", "found --ranks with CONFIG: --params takes no CONFIG"),
+        ("plan zero3 --params 7b", "found --params with CONFIG: --params takes no CONFIG, only --ranks and --fp32"),
+    ],
+)
+def test_wrong_options_are_errors_before_the_work(
+    arguments: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert text in capsys.readouterr().err
+
+
+def test_a_file_that_may_not_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # for root every file can be written
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a file that you may write, found "):
+        output_file(str(tmp_path / "best.json"))

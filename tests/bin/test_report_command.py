@@ -59,7 +59,6 @@ def test_a_picture_that_cannot_be_drawn_is_an_error(
     saved(tmp_path, 0, 1)
     replace(reports_in(tmp_path)[0], samples=[("forward", {"parameter_bytes": 1})]).save(tmp_path)
     for picture, text in (
-        ("no/a.png", "lowtide report: [Errno 2] No such file or directory"),
         ("a.pgn", "lowtide report: Format 'pgn' is not supported"),
         ("a.png", 'a picture needs matplotlib: pip install "lowtide[examples]"'),
     ):

@@ -104,8 +104,6 @@ def test_a_schedule_is_saved_changed_and_shown_again(tmp_path: Path, capsys: Cap
     assert f"schedule written to {path}" in out
     assert Schedule.from_text(path.read_text()) == make_schedule("zb-h1", 2, 4)
     assert "zb-h1: 2 ranks, 2 stages, 4 microbatches" in out_of(capsys, "show PATH", path)
-    error = out_of(capsys, "show zb-h1 --ranks 2 --microbatches 4 --save PATH", tmp_path / "no" / "own.txt", status=1)
-    assert error.startswith("lowtide schedule: [Errno 2] No such file or directory")
     error = out_of(capsys, "show PATH --ranks 4", path, status=1)
     assert "expected 4 ranks, as in the config, found 2" in error
     path.write_text(path.read_text().replace(" 1W3", ""))
@@ -120,8 +118,8 @@ def test_show_writes_a_picture_or_says_what_to_install(
     arguments = "show zb-v --ranks 2 --microbatches 4 --png PATH"
     assert f"picture written to {path}" in out_of(capsys, arguments, path)
     assert path.read_bytes().startswith(b"\x89PNG")
-    for wrong, text in (("no/grid.png", "[Errno 2] No such file or directory"), ("grid.pgn", "Format 'pgn' is not")):
-        assert f"lowtide schedule: {text}" in out_of(capsys, arguments, tmp_path / wrong, status=1)
+    error = out_of(capsys, arguments, tmp_path / "grid.pgn", status=1)
+    assert "lowtide schedule: Format 'pgn' is not" in error
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     error = out_of(capsys, arguments, path, status=1)
     assert '--png needs matplotlib: pip install "lowtide[examples]"' in error

@@ -256,6 +256,7 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: P
 UNSHOWN = [  # said, arguments of `lowtide plan auto`
     ("expected one model: --model MODULE:FACTORY, --hf FOLDER, or --layers --hidden --heads --vocab", []),
     ("expected --hidden, --heads, --vocab with --layers: a shape needs layers", ["--layers", "2"]),
+    ("expected one model: --model MODULE:FACTORY", ["--hf", ".", "--mlp", "96"]),
     ("heads(5) x head size(?) = hidden(64) does not hold", [*SHAPE, "--heads", "5"]),
     ("gpus(12) = gpus per node(8) x nodes(?) does not hold", [*SHAPE, "--gpus", "12"]),
     # 7 divides neither heads, nor layers.

@@ -308,6 +308,10 @@ class HostRanks:
         return os.path.join(self._records.path, f"rank{rank}")
 
     def _why_not(self, error: Exception) -> str:
+        logs, path = self._start.log_folder, getattr(error, "filename", None)
+        if logs is not None and path is not None and Path(path).is_relative_to(Path(self._start.folder) / logs):
+            expected = f"--log-dir {logs}: expected a folder that every host can write"
+            return f"the ranks cannot be started: {expected}, found {error}. Name another folder"
         return (
             f"the ranks cannot be started: {error}. The folder {self._start.folder} and the command "
             f"{' '.join(self._start.command)} must exist on every host"

@@ -129,7 +129,7 @@ FAILURES: dict[str, tuple[str, tuple[str, ...], int, list[str]]] = {
         "",
         (*ONE, "--log-dir", LOGS),
         1,
-        ["the ranks cannot be started: ", LOGS, "must exist on every host"],
+        [f"the ranks cannot be started: --log-dir {LOGS}: expected a folder that every host can write", "Not a dir"],
     ),
     "had_ended": (FAILS_AFTER_THE_END_OF_1, TWO, 1, [HAD_ENDED]),
     "ignores_sigterm": (IGNORES_SIGTERM, (*TWO, "--grace", "0.5"), 9, ["rank 0 of 2", "Its output is above.\n"]),

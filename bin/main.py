@@ -47,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # `lowtide ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes again at exit, and fails
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:  # a plan or a measurement takes a minute; its stack says nothing to the user
+        return 128 + signal.SIGINT
 
 
 def _run(arguments: list[str]) -> int:

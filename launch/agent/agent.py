@@ -238,6 +238,8 @@ def main(argv: list[str] | None = None) -> int:
     except LaunchError as error:
         _say(str(error))
         return 1
+    except KeyboardInterrupt:  # a user need not wait for the launcher
+        return 128 + signal.SIGINT
     # A selector registers a descriptor once. So the channel needs a second number for the direction to the launcher.
     return serve(fd, os.dup(fd), options.silence, options.index, seal)
 

@@ -1,8 +1,10 @@
 """`lowtide` and its commands: help, version, what is said of mistakes; each command imports only its own module."""
 
 import argparse
+import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 
 from lowtide.bin.arguments import Parser, output_file
 from lowtide.bin.main import COMMANDS, main
+from lowtide.launch.agent import agent
 from tests.test_public_api import in_fresh_python
 
 CHECKOUT = Path(__file__).parents[2]
@@ -103,6 +106,23 @@ def test_a_command_that_is_none_is_named(arguments: list[str], text: str, capsys
     assert main(arguments) == 2
     out, error = capsys.readouterr()
     assert out == "" and error.startswith(f"lowtide: {text}")
+
+
+@pytest.mark.parametrize(
+    ("module", "called", "run"),
+    [
+        ("lowtide.bin.main", "_run", lambda: main(["plan"])),
+        ("lowtide.launch.agent.agent", "connected", lambda: agent.main(["--connect", "127.0.0.1:1"])),
+    ],
+)
+def test_ctrl_c_ends_a_command_without_a_stack(
+    module: str, called: str, run: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(import_module(module), called, interrupted)
+    assert run() == 128 + signal.SIGINT
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"], ["config", "--help"]])

@@ -59,7 +59,7 @@ class LocalTransport(AgentTransport):
         if status < 0 or status > 128:
             number = -status if status < 0 else status - 128
             return f"the agent was ended by {signal.Signals(number).name}"
-        return f"the agent left with exit status {status}"
+        return f"the agent ended with exit status {status}"
 
     def close(self) -> None:
         """See Transport."""

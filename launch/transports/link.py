@@ -152,7 +152,7 @@ class Client:
         elif status < 0:
             how = f"{name} was ended by {signal.Signals(-status).name}"
         else:
-            how = f"{name} left with exit status {status}"
+            how = f"{name} ended with exit status {status}"
         return how + "".join(f"\n    {line}" for line in self.last_lines)
 
     def kill(self) -> None:

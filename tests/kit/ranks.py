@@ -342,7 +342,7 @@ class Call:
         code = worker.process.exitcode or 0
         self._lost = True
         self._leaving.discard(rank)
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit status {code}"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
         output = "\n".join(worker.output_since(self._offsets[rank]).splitlines()[-SHOWN_LINES:])
         self._fail(rank, "Died", f"the process {how}; the last lines of its output:\n{output}", 1.0)
         self.failed.insert(0, self.failed.pop())  # others may have missed it, and failed, before it was found dead

@@ -109,7 +109,7 @@ PYTHON = os.path.basename(sys.executable)
         (
             [prints("ssh: No route to host", 255), ["/nowhere/ssh"]],
             [
-                f"h0: {ASKED}{PYTHON} left with exit status 255\n    ssh: No route to host{ADVICE}",
+                f"h0: {ASKED}{PYTHON} ended with exit status 255\n    ssh: No route to host{ADVICE}",
                 f"h1: {ASKED}[Errno 2] No such file or directory: '/nowhere/ssh'{ADVICE}",
             ],
         ),

@@ -123,7 +123,7 @@ NO_STEP = "import sys; sys.exit('srun: error: Unable to allocate resources: Inva
 NOT_ON_PATH = "the program '{}' is not on the PATH of this host. Install it, load its module"
 
 
-GONE = "1 of 2 hosts cannot be used; nothing was started:\n  gone: ssh left with exit status 255"
+GONE = "1 of 2 hosts cannot be used; nothing was started:\n  gone: ssh ended with exit status 255"
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ class Preemption:
             self.disarm()
             if self._says_so:  # not the logger, which may be in the middle of a line
                 name = signal.Signals(number).name
-                os.write(2, f"lowtide: {name}: the step is finished and saved; a second one acts at once\n".encode())
+                os.write(2, f"lowtide: {name}: this step ends, then it is saved; a second one acts at once\n".encode())
         elif callable(before):  # another handler has called us
             before(number, frame)
         # Python's name for the default action is no function. So the default is set, and the signal is sent again.
@@ -135,6 +135,7 @@ class DueCheckpoints(StepFeature):
             assert save is not None
             save(wanted.folder)
         if is_preempted:
+            self._parts.archive.checkpoints.wait()  # the line below is true also with `async`
             self._stop.leave()
             name = "SIGINT" if is_interrupted else "SIGTERM"
             logger.info("%s: step %d is saved in %s, leaving", name, step, wanted.folder)

@@ -1,5 +1,7 @@
 """SIGTERM or Ctrl-C with `checkpoint.on_sigterm`: the step is finished, saved, and the job leaves."""
 
+import errno
+import logging
 import os
 import signal
 import threading
@@ -8,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lowtide.checkpoint.files import CheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.step.preemption import Preemption
 from tests.engine.saving import STEPS_AFTER, engine_for, load_and_go_on, run_steps
@@ -87,6 +90,22 @@ def test_the_step_is_finished_saved_once_and_the_engine_closed(tmp_path: Path, h
     assert handler == []
     signal.raise_signal(signal.SIGTERM)
     assert handler == [signal.SIGTERM]  # whoever had the signal before has it again
+
+
+def test_nothing_is_called_saved_before_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def commit(*given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CheckpointFolder, "commit", commit)
+    caplog.set_level(logging.INFO, "lowtide")
+    engine = engine_for(preempted_case(tmp_path, **{"async": True}), 1)
+    signal.raise_signal(signal.SIGTERM)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        run_steps(engine, CASE, 0, 1)
+    engine.close()
+    assert "could not be completed" in caplog.text and "is saved in" not in caplog.text
 
 
 def test_a_second_signal_goes_to_whoever_had_it_before_and_all_when_the_engine_is_closed(

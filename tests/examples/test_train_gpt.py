@@ -79,7 +79,7 @@ def test_ctrl_c_saves_what_the_next_run_goes_on_from(
         watched.setattr(TrainingDisplay, "update", update)
         train_gpt.main([*SIZE, *wide, *saving])
     assert ended.value.code == 130
-    assert "lowtide: SIGINT: the step is finished and saved; a second one acts at once\n" in capfd.readouterr().err
+    assert "lowtide: SIGINT: this step ends, then it is saved; a second one acts at once\n" in capfd.readouterr().err
     assert CheckpointFolder(tmp_path / "saved").tags() == ["global_step3"]
     for name, value in (environment(0, 1, free_port()) | {"LOWTIDE_FIRST_WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(name, value)

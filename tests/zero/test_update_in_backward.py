@@ -1,7 +1,4 @@
-"""What an update in the backward leaves when it fails.
-
-That it changes no bit is asked in tests/laws, and how few gradients there are in tests/plan/test_planned_peak.py.
-"""
+"""update_in_backward never holds all gradients; that it changes no bit is asked in tests/laws."""
 
 from functools import partial
 from pathlib import Path
@@ -15,9 +12,24 @@ from torch import nn
 import lowtide
 from lowtide.zero.sequence import StateError
 from tests.kit import models
+from tests.kit.ranks import on_ranks
 from tests.kit.training import Case, refusal, settings, take_step, train, trained
 
 IN_BACKWARD: dict[str, Any] = {"zero_optimization": {"update_in_backward": True}}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_update_in_backward_holds_few_gradients(stage: int) -> None:
+    """Eight layers, each a unit of one block for each shard."""
+    case, seen = Case(partial(models.Mlp, 8), models.vector_batch, stage, config=IN_BACKWARD), list[int]()
+    with trained(case, 0) as engine:
+        for layer in engine.module.get_submodule("layers").children():
+            layer.register_full_backward_hook(lambda module, *_: seen.append(engine.memory().gradient_bytes))
+        for step in range(2):
+            take_step(engine, case, step)
+        full = sum(4 * shard.group.layout.padded_numel for shard in engine.optimizer.shards)
+        assert max(seen) <= full / 2 and engine.memory().gradient_bytes == 0
 
 
 class Poisoned(nn.Linear):

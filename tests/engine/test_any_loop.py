@@ -215,15 +215,45 @@ def gradient_of_an_output(make: Make, data: Data) -> list[Any]:
 
 
 def two_forwards_two_backwards(make: Make, data: Data) -> list[Any]:
-    """In the order of the forwards, and in the other one; there each forward has two losses."""
+    """In the order of the forwards, and in the other one."""
     model = make(net())
     for step in range(STEPS):
-        outputs = [(model(x), model(2 * x)) for x in data(step)]
-        losses = [mean([y.square().mean() for y in part]) for part in zip(*outputs, strict=True)]
-        if step == 0:
-            mean([y.abs().mean() for y, _ in outputs]).backward(retain_graph=True)
+        pairs = [(model(x).square().mean(), model(2 * x).abs().mean()) for x in data(step)]
+        losses = [mean(list(part)) for part in zip(*pairs, strict=True)]
         for loss in losses if step % 2 else reversed(losses):
             loss.backward()
+        model.step()
+    return [model]
+
+
+class SharedTrunk(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = net(outputs=8)
+        self.actor, self.critic = nn.Linear(8, 3), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> tuple[torch.distributions.Categorical, Tensor]:
+        hidden = self.trunk(x)
+        return torch.distributions.Categorical(logits=self.actor(hidden)), self.critic(hidden).squeeze(1)
+
+
+def actor_and_critic(make: Make, data: Data) -> list[Any]:
+    """PPO: the clipped ratio, a value loss and an entropy bonus; each by a backward of its own."""
+    model = make(SharedTrunk())
+    for step in range(STEPS):
+        policy, value = [], []
+        for x in data(step):
+            actions = torch.arange(len(x)) % 3
+            with torch.no_grad():
+                old, baseline = model(x)
+            for _ in range(2):
+                now, values = model(x)
+                ratio = (now.log_prob(actions) - old.log_prob(actions) + 0.3).exp()
+                advantage = x[:, 0] - baseline
+                policy.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
+                value.append((values - x.sum(1)).square().mean() - 0.01 * now.entropy().mean())
+        mean(policy).backward(retain_graph=True)
+        mean(value).backward()
         model.step()
     return [model]
 
@@ -321,6 +351,7 @@ LOOPS: tuple[Loop, ...] = (
     *(partial(one_loss, build, loss) for build, loss in OF_ONE_LOSS),
     gradient_of_an_output,
     two_forwards_two_backwards,
+    actor_and_critic,
     dcgan,
     partial(frozen_critic, False),
     partial(frozen_critic, True),

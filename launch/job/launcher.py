@@ -34,7 +34,7 @@ from .stall import StallWatch
 
 _KILLED_SECONDS = 5.0  # for the kernel to remove a killed process and close its pipes
 _STOP_AFTER_FAILURE_SECONDS = 3.0  # the remaining ranks cannot continue, and all must be gone within five seconds
-_SECONDS = 3.0
+_SECONDS = 10.0  # of a host that may be busy: an answer ends the wait
 _SILENT_SECONDS = 1.0  # the host itself may be gone; a living agent also notices the silence and cleans up
 _POLL_SECONDS = 0.02
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from tests.kit.ranks import slowness
 from tests.launch.network import Network, main_process
 
 LAUNCH = [sys.executable, "-c", "import sys; from lowtide.bin.main import main; sys.exit(main())", "launch"]
@@ -59,7 +60,7 @@ class Job:
 
     def end(self, timeout: float | None = None) -> Result:
         """As `finish`, but others may be left."""
-        limit = timeout or self.hang_seconds
+        limit = (timeout or self.hang_seconds) * slowness()
         try:
             out, err = self.process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -86,8 +87,8 @@ class Job:
             time.sleep(0.02)
 
     def wait_until_gone(self, limit: float) -> None:
-        """Returns when no process of the job is left; fails after `limit` seconds."""
-        deadline = time.monotonic() + limit
+        """Returns when no process of the job is left; fails after `limit` seconds of an idle machine."""
+        deadline = time.monotonic() + limit * slowness()
         while left := self.processes():
             if time.monotonic() > deadline:
                 raise AssertionError(f"after {limit:g} s these are left: {list(map(described, left))}")

@@ -25,7 +25,7 @@ def test_every_fact_of_a_good_host_is_there_and_no_file_is_left(tmp_path: Path) 
     start = time.process_time()
     held = HeldPort()
     asked = {"script": "train.py", "write_folders": ("state", "."), "master_address": "localhost"}
-    found = checked(tmp_path, **asked, master_port=held.port)
+    found = checked(tmp_path, **asked, master_port=held.port, limit_seconds=60.0)
     held.release()
     assert time.process_time() - start < 1.0
     assert [result for result in found.values() if result.error] == []

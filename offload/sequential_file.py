@@ -10,6 +10,7 @@ go through the page cache.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import queue
@@ -45,7 +46,8 @@ class SequentialFile:
         self._offset = 0  # of the current block in the file
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._write_blocks, name="lowtide file writer", daemon=True)
-        self._thread.start()
+        with contextlib.suppress(RuntimeError):  # Python 3.12 starts none after the script: the caller writes
+            self._thread.start()
 
     def write(self, data: bytes | memoryview[Any]) -> int:
         """Append bytes. The caller may change them as soon as this returns."""
@@ -71,7 +73,8 @@ class SequentialFile:
         try:
             if self._filled:
                 self._hand_over()
-            self._stop()
+            self._end_writing()
+            self._raise_error()
             os.ftruncate(self._descriptor, self.nbytes)  # the last block was padded
             # O_DIRECT bypasses the page cache, but neither the device's cache nor the metadata of the file.
             os.fsync(self._descriptor)
@@ -82,8 +85,7 @@ class SequentialFile:
         """Close the file in its current state."""
         if self._descriptor < 0:
             return
-        self._full.put(None)
-        self._thread.join()
+        self._end_writing()
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -101,13 +103,14 @@ class SequentialFile:
         self._raise_error()
         padded = -(-self._filled // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._full.put((self._block, self._offset, padded))
+        if not self._thread.is_alive():
+            self._end_writing()
         self._offset += self._filled
         self._block, self._filled = self._free.get(), 0
 
-    def _stop(self) -> None:
+    def _end_writing(self) -> None:
         self._full.put(None)
-        self._thread.join()
-        self._raise_error()
+        self._thread.join() if self._thread.is_alive() else self._write_blocks()
 
     def _raise_error(self) -> None:
         if self._error is not None:

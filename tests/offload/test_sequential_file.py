@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,9 +25,9 @@ def is_direct(descriptor: int) -> bool:
     return bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
 
 
-@pytest.fixture(params=["direct", "cached"])
+@pytest.fixture(params=["direct", "cached", "after the script"])
 def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """cached: a file system that knows no O_DIRECT. No thread is left."""
+    """cached: a file system that knows no O_DIRECT. after the script: no thread can be started. No thread is left."""
     real = os.open
 
     def refusing(path: Any, flags: int, *rest: Any, **options: Any) -> int:
@@ -36,6 +37,9 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
     if request.param == "cached":
         monkeypatch.setattr(os, "open", refusing)
+    if request.param == "after the script":
+        refused = RuntimeError("can't create new thread at interpreter shutdown")
+        monkeypatch.setattr(threading.Thread, "start", mock.Mock(side_effect=refused))
     yield tmp_path / "file"
     assert not any(thread.name == "lowtide file writer" for thread in threading.enumerate())
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from ..engine.config.config import Config
+from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
 from ..engine.model.deferred import module_for_shapes
 from ..engine.plan.llama import Shape, batch, build, short_profiler
@@ -113,7 +113,10 @@ def _config(arguments: argparse.Namespace) -> Config:
     values = dict(read(arguments.config)[0])
     if arguments.global_batch is not None:
         values["train_batch_size"] = arguments.global_batch
-    return Config.load(values if arguments.nvme is None else _with_folders(values))
+    try:
+        return Config.load(values if arguments.nvme is None else _with_folders(values))
+    except ConfigError as error:
+        raise ConfigError(error.faults, arguments.config) from error
 
 
 def _with_folders(values: Mapping[str, object]) -> dict[str, object]:

@@ -108,7 +108,7 @@ class _Tuning:
         self._folder: Path = options.folder if options.folder else Path("tuned") / Path(options.config).stem
         options.folder = self._folder
         self._raw, _ = read(options.config)
-        self._config = Config.load(self._raw)
+        self._config = Config.load(options.config)
         self._deadline: float = time.monotonic() + options.total
         self._words = _launched(options)
         self._best: Path = options.write or self._folder / "best.json"
@@ -116,6 +116,8 @@ class _Tuning:
 
     def run(self) -> int:
         """Run all trials. Raises ValueError if the folder has trials of another command, or another process uses it."""
+        if self._folder.is_file():
+            raise ValueError(f"--folder: expected a folder for the trials, found the file {self._folder}")
         self._folder.mkdir(parents=True, exist_ok=True)
         # A lock of the folder itself: no file is left, and it ends with the process.
         lock = os.open(self._folder, os.O_RDONLY)

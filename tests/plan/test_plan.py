@@ -245,6 +245,13 @@ def test_drives_have_a_folder(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert zero["offload_optimizer"] == {"device": "nvme", "nvme_path": "lowtide-nvme"}
 
 
+def test_a_fault_of_the_config_names_its_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "typo.json"
+    path.write_text('{"sede": 1}')
+    assert main([str(path), *SHAPE]) == 1
+    assert capsys.readouterr().err.startswith(f"lowtide plan: 1 fault in {path}:\n  sede: unknown key")
+
+
 def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"vocab_size": 100, "max_position_embeddings": 32}

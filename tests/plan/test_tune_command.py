@@ -229,10 +229,13 @@ def test_a_config_with_auto_is_planned_first(folder: Path) -> None:
         (["--launch", "'", "c.json", "train.py"], "--launch: No closing quotation, found '"),
         (["--sequence", "0", "c.json", "train.py"], "--sequence: expected at least 1 token, found 0"),
         (["--write", ".", "c.json", "train.py"], ".: expected the name of a file, found a folder"),
+        (["--folder", "train.py", "c.json", "train.py"], "--folder: expected a folder for the trials, found the file"),
+        (["typo.json", "train.py"], '1 fault in typo.json:\n  sede: unknown key "sede"; did you mean "seed"?'),
         (["--limit", "x", "c.json", "train.py"], 'expected seconds, more than 0, found "x"'),
     ],
 )
 def test_what_cannot_be_tuned(words: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("typo.json").write_text('{"sede": 1}')
     try:
         assert main(words) == 1
     except SystemExit as end:

@@ -118,12 +118,13 @@ def _find(source: str | os.PathLike[str]) -> Path:
     # A Path is always a file: a caller who makes a Path does not mean a preset.
     if isinstance(source, str) and text.replace("_", "-") in by_spelling:
         return PRESETS / f"{by_spelling[text.replace('_', '-')]}.json"
-    what = "is a folder, not a file" if path.is_dir() else "no such file"
+    shown = printable(text) or '""'  # an unset variable of a shell
+    what = "is a folder, not a file" if text and path.is_dir() else "no such file"
     beside = [str(other) for other in path.parent.glob("*.json")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, beside, n=3) + difflib.get_close_matches(path.stem, names, n=3)
     hint = f"; did you mean {' or '.join(quoted(item) for item in near)}" if near else ""
-    fault = Fault("", "file", f"{what}: {printable(text)}{hint}; the presets are {', '.join(names)}")
-    raise ConfigError([fault], printable(text))
+    fault = Fault("", "file", f"{what}: {shown}{hint}; the presets are {', '.join(names)}")
+    raise ConfigError([fault], shown)
 
 
 def _parse(path: Path) -> object:

@@ -177,6 +177,7 @@ def test_a_missing_file_names_near_files_and_the_presets(tmp_path: Path) -> None
     assert "the presets are auto, zero0, zero0-bf16, zero1" in text
     assert 'did you mean "zero3"' in refusal(Config.load, "zeroo3")
     assert "is a folder, not a file" in refusal(Config.load, tmp_path)
+    assert refusal(Config.load, "").startswith('1 fault in "":\n  no such file: ""')
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,8 @@ def _check(request: AllocationRequest) -> None:
     missing = [flag for flag, value in by_hand.items() if value is None]
     if missing and (request.host_index is not None or request.meet is not None):
         raise LaunchError(
-            f"--host-index needs --num-hosts and --meet HOST:PORT, found no {' and no '.join(missing)}. These options "
-            "are for a launcher that you start on every host"
+            f"expected --num-hosts, --host-index and --meet HOST:PORT together, found no {' and no '.join(missing)}. "
+            "They are for a launcher that you start on every host"
         )
     if not missing and (request.hosts is not None or request.hostfile is not None):
         raise LaunchError("--host-index is for launchers that you start on every host: remove --hosts and --hostfile")
@@ -190,7 +190,8 @@ def _applied(found: Allocation, request: AllocationRequest) -> Allocation:
     # Last, because --include and --exclude change the number.
     if request.num_hosts is not None and request.num_hosts != len(found.hosts):
         raise LaunchError(
-            f"--num-hosts {request.num_hosts} contradicts the {len(found.hosts)} hosts of {found.source}: remove it"
+            f"--num-hosts {request.num_hosts} != number of hosts ({len(found.hosts)}) of {found.source}: remove it, "
+            "name the hosts with --hosts, or start the command on each host with --host-index and --meet too"
         )
     if isinstance(request.nproc, int):
         found = replace(found, nproc=request.nproc)

@@ -109,13 +109,15 @@ class DeepSpeedCheckpoint:
         self.states: dict[str, dict[str, Tensor]] = {}  # parameter -> state -> values of its shape
         self.groups: list[dict[str, Any]] = []  # options, without parameters
         shapes: list[Mapping[str, Any]] = [dict(group) for group in main.get("param_shapes") or ()]
+        buffers = frozenset(main.get("buffer_names") or ())
+        shared = main.get("shared_params")
+        aliases = self._ties(buffers) if shared is None else {str(alias): str(name) for alias, name in shared.items()}
+        self._params = [name for name in module if name not in buffers and name not in aliases]
         if self._parts and shapes:
             self.groups = self._read_parts(shapes)
         elif isinstance(main.get("optimizer"), Mapping):
             self.groups, shapes = self._read_whole(main["optimizer"])
-        buffers = frozenset(main.get("buffer_names") or ())
         self._read_frozen()
-        aliases = {str(alias): str(name) for alias, name in dict(main.get("shared_params") or {}).items()}
         for name, value in module.items():
             if isinstance(value, Tensor) and name not in self.weights and name not in aliases and value.numel():
                 is_narrow = value.is_floating_point() and name not in buffers
@@ -152,8 +154,8 @@ class DeepSpeedCheckpoint:
 
     def _loss_scaler(self) -> dict[str, Any]:
         """Return the state of float16's loss scaler."""
-        of = self._parts[0] if self._parts else {}
-        found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else {}
+        of = self._parts[0] if self._parts else self._main.get("optimizer") or {}
+        found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else of  # stage 0 has no object
         # DeepSpeed raises the scale when this count is a multiple of the window.
         since = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
         return {
@@ -164,22 +166,50 @@ class DeepSpeedCheckpoint:
         }
 
     def _read_whole(self, optimizer: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
-        """Read stage 0: torch's state dict by parameter index, in half precision nested in another dictionary.
+        """Read stage 0: torch's state dict by parameter index, in half precision nested beside master weights.
 
-        Returns no groups if the indices do not match the module's parameters.
+        Returns no groups if the shapes do not tell the parameter of each index.
         """
         inner = optimizer.get("optimizer_state_dict", optimizer)
-        params = [name for name in self._module if name not in (self._main.get("buffer_names") or ())]
-        found = [index for group in inner["param_groups"] for index in group["params"]]
-        if len(found) != len(params):
-            return [], []  # frozen parameters or flat master weights: only the weights can be read
+        names = self._names_by_index(inner)
+        if not names:
+            return [], []  # frozen parameters, flat master weights, or similar groups: only the weights can be read
+        masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
+        self.weights |= {names[index]: master for index, master in enumerate(masters)}
         for index, state in inner["state"].items():
-            self._add_states(params[index], state, tuple(self._module[params[index]].shape))
+            self._add_states(names[index], state, tuple(self._module[names[index]].shape))
         groups = [_options(group) for group in inner["param_groups"]]
-        shapes = [
-            {params[i]: self._module[params[i]].shape for i in group["params"]} for group in inner["param_groups"]
-        ]
+        shapes = [{names[i]: self._module[names[i]].shape for i in group["params"]} for group in inner["param_groups"]]
         return groups, list(shapes)
+
+    def _names_by_index(self, inner: Mapping[str, Any]) -> dict[int, str]:
+        """Return the parameter of each index. {}: the shapes of the states leave a choice, or fit no parameter.
+
+        Indices count through the groups, and a group has its parameters in the model's order.
+        """
+        left = [list(group["params"]) for group in inner["param_groups"]]
+        found: dict[int, str] = {}
+        for name in self._params:
+            fitting = [group for group in left if group and self._may_be(name, inner["state"].get(group[0], {}))]
+            if len(fitting) != 1:
+                return {}
+            found[fitting[0].pop(0)] = name
+        return {} if any(left) else found
+
+    def _may_be(self, name: str, state: Mapping[str, Any]) -> bool:
+        shapes = [value.shape for key, value in state.items() if key != _STEP and isinstance(value, Tensor)]
+        return not shapes or self._module[name].shape in shapes
+
+    def _ties(self, buffers: frozenset[str]) -> dict[str, str]:
+        """Return the further names of tied parameters -> the first. Stage 0 does not list them."""
+        found: dict[str, str] = {}
+        first: dict[object, str] = {}
+        for name, value in self._module.items():
+            if isinstance(value, Tensor) and value.numel() and name not in buffers:
+                place = value.data_ptr(), value.shape, value.stride()
+                if first.setdefault(place, name) != name:
+                    found[name] = first[place]
+        return found
 
     def _add_states(self, name: str, state: Mapping[str, Any], shape: tuple[int, ...]) -> None:
         for key, value in state.items():

@@ -83,6 +83,37 @@ def test_sub_groups_of_stage_3_are_read_as_a_whole_group(tmp_path: Path) -> None
         assert differences(found.states[name], states) == []
 
 
+@pytest.mark.parametrize("first", [5, 6])
+def test_parameters_of_stage_0_are_found_by_shape(tmp_path: Path, first: int) -> None:
+    """torch numbers them through the groups. The file has neither their names nor ties. `first`: size of group 0."""
+    shutil.copytree(DATA / "stage0", tmp_path / "saved")
+    (path,) = (tmp_path / "saved").rglob("mp_rank_00_model_states.pt")
+    content, expected = load_pickle(path), read_deepspeed(DATA / "stage0")
+    module, optimizer = content["module"], content["optimizer"]
+    names = list(module)
+    order = sorted(range(10), key=lambda index: -module[names[index]].ndim)  # the 5 weights, then the 5 biases
+    split = [order[:first], order[first:]]
+    masters = [[expected.weights[names[index]] for index in group] for group in split]
+    (options,) = optimizer["param_groups"]
+    state = {number: optimizer["state"][index] for number, index in enumerate(order)}
+    groups = [{**options, "params": list(range(first))}, {**options, "params": list(range(first, 10))}]
+    content["module"] = {name: value.bfloat16() for name, value in module.items()}
+    content["module"]["tied"] = content["module"]["a.weight"]
+    inner = {"state": state, "param_groups": groups}
+    scale = {"dynamic_loss_scale": True, "cur_scale": 64.0}
+    content["optimizer"] = {"optimizer_state_dict": inner, "fp32_groups": masters, **scale}
+    torch.save(content, path)
+    found = read_deepspeed(tmp_path / "saved")
+    assert found.aliases == {"tied": "a.weight"} and found.loss_scaler["scale"] == 64.0
+    if first == 6:  # 'a.bias' and 'b.0.bias' have one shape, and are the next of their groups
+        assert found.groups == [] and found.states == {} and set(found.weights) == set(names)
+        return
+    assert found.group_names == [[names[index] for index in group] for group in split]
+    assert differences(found.weights, expected.weights) == [] and found.states.keys() == expected.states.keys()
+    for name, states in expected.states.items():
+        assert differences(found.states[name], states) == []
+
+
 @pytest.mark.parametrize(("name", "key"), [("stage3", "fp32_flat_groups"), ("stage2_bf16", MASTERS)])
 def test_a_rank_without_flat_groups_is_told(tmp_path: Path, name: str, key: str) -> None:
     shutil.copytree(DATA / name, tmp_path / "saved")

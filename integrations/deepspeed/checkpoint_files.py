@@ -118,6 +118,14 @@ class DeepSpeedCheckpoint:
         elif isinstance(main.get("optimizer"), Mapping):
             self.groups, shapes = self._read_whole(main["optimizer"])
         self._read_frozen()
+        # At stage 3 the module's tensors are empty.
+        empty = {name for name, value in module.items() if isinstance(value, Tensor) and not value.numel()}
+        of_shapes = {name: shape for group in shapes for name, shape in group.items() if math.prod(shape)}
+        if absent := [name for name in of_shapes if name in empty and name not in self.weights]:
+            raise CheckpointError(
+                f"{path}: expected the values of {len(absent)} parameters ('{absent[0]}') in files of the optimizer, "
+                "found none. Of a universal checkpoint, import the checkpoint that it was made from"
+            )
         for name, value in module.items():
             if isinstance(value, Tensor) and name not in self.weights and name not in aliases and value.numel():
                 is_narrow = value.is_floating_point() and name not in buffers

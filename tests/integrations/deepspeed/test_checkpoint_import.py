@@ -125,6 +125,16 @@ def test_a_rank_without_flat_groups_is_told(tmp_path: Path, name: str, key: str)
     assert text.endswith("expected 1 flat groups on each rank, found 0")
 
 
+def test_stage_3_without_files_of_the_optimizer_is_told(tmp_path: Path) -> None:
+    """A universal checkpoint has them in another form. The files of the model have no values."""
+    shutil.copytree(DATA / "stage3", tmp_path / "saved")
+    for path in (tmp_path / "saved").rglob("*optim_states.pt"):
+        path.unlink()
+    text = refusal(read_deepspeed, tmp_path / "saved", kind=CheckpointError)
+    assert "expected the values of 10 parameters ('a.weight') in files of the optimizer, found none" in text
+    assert text.endswith("Of a universal checkpoint, import the checkpoint that it was made from")
+
+
 def test_what_the_files_hold_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as large as what was made of it, and the import writes that."""
     read: list[weakref.ref[Any]] = []

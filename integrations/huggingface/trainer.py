@@ -35,6 +35,11 @@ class _TrainersAccelerator(Accelerator):
     def free_memory(self, *objects: Any) -> Any:
         return super(Accelerator, self).free_memory(*objects)  # accelerate's, without closing engines
 
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        engine = super().prepare_model(model, device_placement, evaluation_mode)
+        # trl places reward models alone, and calls them as functions unless they are modules, whose hooks gather.
+        return engine.module if device_placement else engine
+
 
 _AnyTrainer: Any = object  # the mixin's base class at run time is a Trainer
 

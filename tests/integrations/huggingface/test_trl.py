@@ -58,6 +58,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     lora: bool = False
     model: str = "LlamaForCausalLM"
+    judge: str | None = None  # the class of a reward model, in the place of the function
 
 
 def write(folder: Path, case: str) -> None:
@@ -79,7 +80,7 @@ CASES = {
     "KTO": Case("KTO", judged),
     "Reward": Case("Reward", preference, model="LlamaForSequenceClassification"),
     "RLOO": Case("RLOO", prompt, {**ROLLOUTS, "beta": 0.1}),
-    "GRPO": Case("GRPO", prompt, {**ROLLOUTS, "beta": 0.1}),
+    "GRPO": Case("GRPO", prompt, {**ROLLOUTS, "beta": 0.1}, judge="LlamaForSequenceClassification"),
 }
 
 
@@ -116,9 +117,12 @@ def tune(folder: str, config: dict[str, Any] | None, case: str) -> Outcome:
     more: dict[str, Any] = {} if config is None else {"lowtide": config}
     if given.row is prompt:
         more["reward_funcs"] = reward
+    torch.manual_seed(3)  # of heads that the folder does not have
+    if given.judge is not None:
+        judge = getattr(transformers, given.judge).from_pretrained(f"{folder}/model", num_labels=1)
+        more |= {"reward_funcs": judge, "reward_processing_classes": tokenizer}
     if given.lora:
         more["peft_config"] = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    torch.manual_seed(3)  # of a head that the folder does not have
     model = getattr(transformers, given.model).from_pretrained(f"{folder}/model", num_labels=1)
     rows = datasets.load_from_disk(f"{folder}/rows")
     made = kind(model=model, args=args, train_dataset=rows, processing_class=tokenizer, **more)

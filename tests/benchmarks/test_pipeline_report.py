@@ -68,23 +68,3 @@ def test_the_losses_of_torch_on_as_many_ranks_are_right(helper: Helper, row: Cal
     ours, peer, other = row("zb-v", 2, {0: [1.0]}), row("torch-zb-v", 2, {0: [1.0]}), row("zb-v", 4, {0: [1.0]})
     rows, reference_of = [ours, peer, other], helper("_harness").reference_of
     assert reference_of(rows, ours) is peer and reference_of(rows, other) is other
-
-
-@pytest.mark.parametrize(
-    ("name", "ranks", "blocks", "stages", "counts"),
-    [
-        ("1f1b", 3, 8, [[0], [1], [2]], [3, 3, 2]),
-        ("interleaved", 2, 7, [[0, 2], [1, 3]], [2, 2, 2, 1]),
-        ("zb-v", 2, 5, [[0, 3], [1, 2]], [2, 1, 1, 1]),
-    ],
-)
-def test_every_block_is_in_one_stage_and_every_stage_on_one_rank(
-    helper: Helper, name: str, ranks: int, blocks: int, stages: list[list[int]], counts: list[int]
-) -> None:
-    pipeline = helper("pipeline")
-    contender = pipeline.CONTENDERS[name]
-    assert [pipeline.stages_of_rank(contender, rank, ranks) for rank in range(ranks)] == stages
-    placed = pipeline.blocks_of_stages(contender, ranks, blocks)
-    assert list(map(len, placed)) == counts
-    held = [block for stage in placed for block in stage]
-    assert held == list(range(blocks))

@@ -1,7 +1,6 @@
 """A Trainer over an engine trains as transformers' own does over DistributedDataParallel, whatever its arguments."""
 
 import copy
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,8 +25,6 @@ from tests.integrations.huggingface.trainings import (
 )
 from tests.kit.compiling import with_a_new_compiler
 from tests.kit.ranks import RankPool, on_ranks
-
-OF_COMPILER = "The .grad attribute of a Tensor that is not a leaf"  # says torch's compiler when it looks at an input
 
 
 class Doubles:
@@ -73,7 +70,6 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "label smoothing": {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
     "checkpointing": {"activation_checkpointing": True, "neftune_noise_alpha": 5.0},
-    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
     "own loss": {"kind": Doubles, "gradient_accumulation_steps": 2},
     "loss function": {"compute_loss_func": summed_loss, "gradient_accumulation_steps": 2},
     "batch size": {"kind": FailsOnce, "auto_find_batch_size": True},
@@ -84,10 +80,6 @@ GIVEN = ("kind", "compute_loss_func", "model")  # to the Trainer itself
 
 def train(folder: Path, config: Any, case: dict[str, Any]) -> Outcome:
     case = copy.deepcopy(case)  # accelerate writes into its part
-    if "torch_compile" in case:
-        warnings.filterwarnings("ignore", OF_COMPILER, UserWarning)
-        if config is None:  # torch's compiler fails on what DistributedDataParallel returns here
-            case = {key: value for key, value in case.items() if not key.startswith("torch_compile")}
     given = {key: case.pop(key) for key in GIVEN if key in case}
     if "model" in given:
         given["model"] = given["model"]()

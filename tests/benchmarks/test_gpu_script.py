@@ -23,7 +23,7 @@ TABLES = {
 }
 # Of trainings and language models those that differ in the code of their part: what an engine of each config
 # does on the device is shown in tests/pretend.
-TRAINED = ["accumulation", "states and parameters nvme", "compiled blocks"]
+TRAINED = ["stage 0", "stage 2", "states and parameters nvme", "compiled blocks"]  # in all precisions
 LANGUAGE_MODELS = ["torch-compiled", "fsdp2-compiled", "lowtide-compiled", "lowtide-graphs", "lowtide-7-bytes-fp8"]
 ONLY = ["devices", "tests", "sum_of_squares", "tiny, 1 x", *LANGUAGE_MODELS, *TRAINED]
 

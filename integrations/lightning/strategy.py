@@ -86,6 +86,7 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
         self.engine: Engine | None = None
         self._defers = self.config.zero_optimization.stage == 3 if deferred_init is None else deferred_init
         self._recording: Recording | None = None  # of `configure_model`
+        self._replaced: list[Any] = []  # paths of checkpoints to remove
         unknown = options.keys() - _OPTIONS
         if unknown:
             raise TypeError(
@@ -290,9 +291,27 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
         """Save a folder, written by all ranks. Raises TypeError for storage_options."""
         if storage_options is not None:
             raise TypeError("save_checkpoint: expected no storage_options: there is no CheckpointIO to use them")
+        self._finish_save()
         # Names may contain times or losses that differ between ranks: all write into rank 0's folder.
         checkpoints.save(self._engine, self.broadcast(filepath), checkpoint, self.is_global_zero)
+        if self.lightning_module.trainer.state.finished:
+            self._finish_save()  # no step follows, and the script may read the files
         self.barrier()
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint. With `async` it stays until the checkpoint that replaces it is complete."""
+        if self.config.checkpoint.asynchronous:
+            self._replaced.append(filepath)
+        else:
+            super().remove_checkpoint(filepath)
+
+    def _finish_save(self) -> None:
+        """Wait for a pending save, and remove the checkpoints that it replaces. A collective."""
+        if self.engine is not None:
+            self.engine._archive.checkpoints.wait()
+        replaced, self._replaced = self._replaced, []
+        for path in replaced:
+            super().remove_checkpoint(path)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the Trainer's state from our folder or an ordinary file of Lightning."""
@@ -319,6 +338,7 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
 
     def teardown(self) -> None:
         """End the run. The engine stays open for `save_checkpoint` and evaluations, until another model comes."""
+        self._finish_save()
         module = self.lightning_module
         if module is not None and module._trainer is not None and self._layer_sync and self.engine is None:
             self._layer_sync.revert(module)

@@ -1,13 +1,16 @@
 """What the Trainer saves by a strategy of ours, and goes on from."""
 
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import lowtide
-from lowtide.lightning import checkpoints
+from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.lightning import LowtideStrategy, checkpoints
 from tests.integrations.lightning.modules import closed, fitted, lightning, loader, module, trainer, world_size
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal
@@ -109,6 +112,41 @@ def test_equal_extra_states_are_no_tied_weights(tmp_path: Path) -> None:
         "1.weight",
         "1.bias",
     }
+
+
+@on_ranks(1)
+def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pl = lightning()
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    may_commit, complete, commit = [Event(), Event(), Event()], list[list[str]](), CheckpointFolder.commit
+
+    def commit_late(*given: Any) -> None:
+        may_commit[len(complete)].wait()
+        complete.append([path.parent.name for path in tmp_path.glob("*/latest")])
+        commit(*given)
+
+    class Continues(pl.Callback):  # type: ignore[misc]  # of the package
+        def on_train_epoch_start(self, runner: Any, module: Any) -> None:
+            if runner.current_epoch:
+                may_commit[0].set()
+
+        def on_train_end(self, runner: Any, module: Any) -> None:
+            may_commit[1].set()
+            may_commit[2].set()
+
+    monkeypatch.setattr(CheckpointFolder, "commit", commit_late)
+    strategy = LowtideStrategy(config={"checkpoint": {"async": True}})
+    kept = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=1)
+    options = {"max_epochs": 2, "enable_checkpointing": True, "callbacks": [kept, Continues()]}
+    runner, made = trainer(pl, strategy, **options), module(pl)
+    runner.fit(made, loader(), loader())
+    assert complete == [[], ["epoch=0.ckpt"]]
+    assert [path.parent.name for path in tmp_path.glob("*/latest")] == ["epoch=1.ckpt"]
+    runner.test(made, loader(), ckpt_path=kept.best_model_path, verbose=False, weights_only=False)
+    runner.save_checkpoint(tmp_path / "by hand")
+    assert CheckpointFolder(tmp_path / "by hand").latest() is not None
+    closed(runner)
 
 
 @on_ranks(1)

@@ -55,6 +55,7 @@ _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _DELETED = ".deleted-"
 _OWNER = ".owner-"
+_CLOCK_SECONDS = 10.0  # psutil tells the start of a process by the clock of the host, which may be set meanwhile
 _logger = logging.getLogger("lowtide")
 
 
@@ -354,14 +355,15 @@ class WritingProcess(FileContent):
         try:
             found = psutil.Process(self.pid)
             # A zombie writes nothing more, but keeps its pid until its parent asks for it.
-            return found.create_time() != self.started or found.status() == psutil.STATUS_ZOMBIE
+            is_same = abs(found.create_time() - self.started) < _CLOCK_SECONDS
+            return not is_same or found.status() == psutil.STATUS_ZOMBIE
         except (psutil.NoSuchProcess, ValueError, OverflowError):
             return True
 
     @property
     def is_another(self) -> bool:
         """True if it is known to be another living process of this host."""
-        return bool(self.host) and self.host == _host() and not self.is_dead and self != WritingProcess.this()
+        return bool(self.host) and self.host == _host() and not self.is_dead and self.pid != os.getpid()
 
 
 def _host() -> str:

@@ -135,6 +135,7 @@ def test_what_a_dead_job_was_writing_is_cleared_and_that_of_a_living_one_is_not(
         "dead": {**this, "pid": 1 << 30},
         "given again": {**this, "started": psutil.Process().create_time() - 100},  # its number
         "living": this,
+        "living, after the clock was set": {**this, "started": psutil.Process().create_time() - 1},
         "elsewhere": {"host": "another", "pid": 1, "started": 0.0},
         "odd": {"host": ["another"], "pid": {}, "started": None},
     }
@@ -144,7 +145,7 @@ def test_what_a_dead_job_was_writing_is_cleared_and_that_of_a_living_one_is_not(
         (target.saving_folder(tag) / "__0_0.distcp").write_bytes(b"half")
     assert target.unfinished() == sorted(owners) and target.tags() == ["a"]
     save(tmp_path, "b", 2)
-    assert target.unfinished() == ["elsewhere", "living", "odd"]
+    assert target.unfinished() == ["elsewhere", "living", "living, after the clock was set", "odd"]
     assert (target.saving_folder("living") / "__0_0.distcp").exists()
     assert names_in(tmp_path) == {"latest", "a", "b"} | {
         f"{kind}{tag}" for tag in target.unfinished() for kind in (".saving-", ".owner-")
@@ -161,6 +162,8 @@ def test_a_tag_that_another_living_process_saves_is_refused(tmp_path: Path) -> N
     assert f"found that process {other.pid} saves 'a' into it now; give each run a folder or a tag of its own" in text
     target.begin("b")
     assert target.saving_folder("a").exists()
+    moved = this.model_copy(update={"started": this.started + 1})  # the clock was set since
+    assert not moved.is_dead and not moved.is_another
 
 
 @pytest.mark.parametrize("content", ["", '{"host": "x'])

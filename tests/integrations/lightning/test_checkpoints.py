@@ -117,7 +117,7 @@ def test_equal_extra_states_are_no_tied_weights(tmp_path: Path) -> None:
 @on_ranks(1)
 def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pl = lightning()
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
     may_commit, complete, commit = [Event(), Event(), Event()], list[list[str]](), CheckpointFolder.commit
 
@@ -126,7 +126,7 @@ def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path, monkeypat
         complete.append([path.parent.name for path in tmp_path.glob("*/latest")])
         commit(*given)
 
-    class Continues(pl.Callback):  # type: ignore[misc]  # of the package
+    class Continues(Callback):
         def on_train_epoch_start(self, runner: Any, module: Any) -> None:
             if runner.current_epoch:
                 may_commit[0].set()

@@ -136,7 +136,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = self._inside[-1] if self._inside and activity is not Activity.BACKWARD else ""
         of = f" of {unit or name}" if unit or name else ""
         place = f", microbatch {microbatch}" if microbatch >= 0 else ""
-        return f"{activity.value}{of}{place}", f"{activity.value} of {name or unit or 'the rest'}"
+        return f"{activity.value}{of}{place}", f"{activity.value} of {name or unit or 'the root unit'}"
 
     def _see(self, tensor: Tensor, owner: str) -> bool:
         """Return True for a new storage. owner: "" for storages made before the recording, which do not count."""

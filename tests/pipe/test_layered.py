@@ -180,6 +180,12 @@ def test_a_loss_fn_and_hugging_face(name: str) -> None:
     assert found == (ordered if loss_fn else pytest.approx(ordered, rel=1e-5))
 
 
+def test_a_step_that_fp16_skips() -> None:
+    case = plain(2, fp16={"enabled": True, "initial_scale_power": 18, "hysteresis": 1})
+    expected, found = train_all([case, layered(case)])
+    assert expected.skipped == found.skipped == [True, False] and expected.differences(found) == []
+
+
 def test_each_microbatch_draws_what_a_forward_draws_behind_its_seed() -> None:
     """The first one what follows the generator; dropout outside of blocks too, of which each stage runs the code."""
     torch.manual_seed(0)

@@ -7,8 +7,10 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import ClassVar, Self
+from weakref import WeakValueDictionary
 
 from ...checkpoint.files import CheckpointError
 from ...watch.log import logger
@@ -98,8 +100,18 @@ class Preemption:
 class DueCheckpoints(StepFeature):
     """Saves the checkpoints of the `checkpoint` section at the end of a step. All ranks decide alike."""
 
+    _by_folder: ClassVar[WeakValueDictionary[Path, DueCheckpoints]] = WeakValueDictionary()  # of open engines
+
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
+        self._folder = Path(parts.config.checkpoint.folder or "").resolve()
+        saves_into_it = parts.config.checkpoint.folder is not None and parts.mesh.world.rank == 0
+        if saves_into_it and self._by_folder.setdefault(self._folder, self) is not self:
+            logger.warning(
+                "checkpoint.folder: another open engine of this process saves into %s too, and the later checkpoint of "
+                "a step replaces the earlier; give each engine a folder of its own",
+                self._folder,
+            )
         self._stop = Preemption()
         self._counts: Sequence[int] = ()
         if parts.config.checkpoint.on_sigterm:
@@ -145,3 +157,5 @@ class DueCheckpoints(StepFeature):
 
     def close(self) -> None:
         self._stop.disarm()
+        if self._by_folder.get(self._folder) is self:
+            del self._by_folder[self._folder]

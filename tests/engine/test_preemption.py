@@ -151,10 +151,18 @@ def test_another_thread_cannot_receive_signals() -> None:
     ]
 
 
-def test_the_second_engine_of_a_process_says_that_it_alone_is_saved(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "words",
+    [
+        "checkpoint.on_sigterm: another open engine of this process has it too; a signal saves the newest alone",
+        "checkpoint.folder: another open engine of this process saves into {} too, and the later checkpoint of a step "
+        "replaces the earlier; give each engine a folder of its own",
+    ],
+)
+def test_the_second_engine_of_a_process_says_what_is_not_saved(
+    words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    case, words = preempted_case(tmp_path), "checkpoint.on_sigterm: another open engine of this process has it too"
+    case, words = preempted_case(tmp_path), words.format(tmp_path)
     for _ in range(2):
         with engine_for(case, 1):
             assert words not in caplog.text

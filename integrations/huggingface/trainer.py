@@ -347,18 +347,37 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.engine is not None and not self.args.should_save:
+            # Not in `_save`: some versions of transformers call that on the rank that writes, and nowhere else.
+            self._read_shards(self.args.output_dir if output_dir is None else output_dir)
+        super().save_model(output_dir, _internal_call)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        engine = self.engine
-        if engine is None or state_dict is not None:
+        if self.engine is None or state_dict is not None:
             super()._save(output_dir, state_dict=state_dict)
-        elif isinstance(self.model, PeftModel) and not self.model.active_peft_config.is_prompt_learning:
+        elif self.args.should_save:
             folder = self.args.output_dir if output_dir is None else output_dir
+            state_dict = self._read_shards(folder)
+            if self._saves_adapters:
+                card = self.model.create_or_update_model_card  # the only further file of peft
+                with mock.patch.object(self.model, "save_pretrained", lambda folder, **kwargs: card(folder)):
+                    super()._save(folder, state_dict=state_dict)
+            else:
+                super()._save(folder, state_dict=state_dict)
+
+    @property
+    def _saves_adapters(self) -> bool:
+        return isinstance(self.model, PeftModel) and not self.model.active_peft_config.is_prompt_learning
+
+    def _read_shards(self, folder: str) -> dict[str, Any]:
+        """Write the adapters, and return nothing further; without adapters, return all weights. A collective."""
+        engine = self.engine
+        assert engine is not None
+        if self._saves_adapters:
             engine.export(folder, adapters_only=True)  # from the shards: a state dict would have the whole base
-            card = self.model.create_or_update_model_card  # the only further file of peft
-            with mock.patch.object(self.model, "save_pretrained", lambda folder, **kwargs: card(folder)):
-                super()._save(folder, state_dict={})
-        else:
-            super()._save(output_dir, state_dict=engine.state_dict())
+            return {}
+        return engine.state_dict()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._trained_engine

@@ -207,13 +207,15 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def _num_sharers(self) -> int:
         return self.accelerator.data_rank.num_sharers if self._lowtide is not None else 1
 
-    def get_tp_size(self) -> int:
-        """Return how many ranks get the same batches. The Trainer divides the world size by it."""
-        return self._num_sharers if self._lowtide is not None else super().get_tp_size()
+    def get_total_train_batch_size(self, args: Any) -> int:
+        total: int = super().get_total_train_batch_size(args)
+        return total // self._num_sharers
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         found = super()._get_num_items_in_batch(*args, **kwargs)
-        return found * self._num_sharers if isinstance(found, torch.Tensor) else found  # sharers were counted once
+        # `accelerator.gather` counts ranks with the same batches once, but `compute_loss` multiplies by all ranks.
+        counts_all = isinstance(found, torch.Tensor) and self.args.average_tokens_across_devices
+        return found * self._num_sharers if counts_all else found
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         if self._num_sharers == 1:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -115,7 +116,7 @@ def test_equal_extra_states_are_no_tied_weights(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
-def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path) -> None:
     pl = lightning()
     from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
@@ -135,16 +136,16 @@ def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path, monkeypat
             may_commit[1].set()
             may_commit[2].set()
 
-    monkeypatch.setattr(CheckpointFolder, "commit", commit_late)
     strategy = LowtideStrategy(config={"checkpoint": {"async": True}})
     kept = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=1)
     options = {"max_epochs": 2, "enable_checkpointing": True, "callbacks": [kept, Continues()]}
     runner, made = trainer(pl, strategy, **options), module(pl)
-    runner.fit(made, loader(), loader())
-    assert complete == [[], ["epoch=0.ckpt"]]
-    assert [path.parent.name for path in tmp_path.glob("*/latest")] == ["epoch=1.ckpt"]
-    runner.test(made, loader(), ckpt_path=kept.best_model_path, verbose=False, weights_only=False)
-    runner.save_checkpoint(tmp_path / "by hand")
+    with mock.patch.object(CheckpointFolder, "commit", commit_late):
+        runner.fit(made, loader(), loader())
+        assert complete == [[], ["epoch=0.ckpt"]]
+        assert [path.parent.name for path in tmp_path.glob("*/latest")] == ["epoch=1.ckpt"]
+        runner.test(made, loader(), ckpt_path=kept.best_model_path, verbose=False, weights_only=False)
+        runner.save_checkpoint(tmp_path / "by hand")
     assert CheckpointFolder(tmp_path / "by hand").latest() is not None
     closed(runner)
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from ..engine.config.config import Config, ConfigError
 from ..engine.config.read import read
+from ..engine.config.translate import value_of
 from ..engine.model.deferred import module_for_shapes
 from ..engine.plan.llama import Shape, batch, build, short_profiler
 from ..engine.plan.machine import Machine, calibrated
@@ -33,6 +34,7 @@ _STAGES = {
     2: "stage 2 (P_os+g)",
     3: "stage 3 (P_os+g+p)",
 }
+_NUM_STEPS = "scheduler.params.total_num_steps"
 _FOLDER = "lowtide-nvme"  # in the working directory, as in the preset zero3_offload_nvme
 _MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of its master weight and two moments
 _OF_FORMULA = {"params", "ranks", "fp32"}  # options of the table of ZeRO's formula
@@ -73,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
 @uncollected(is_last=True)
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     plan = _planned(arguments)
+    if value_of(read(arguments.config)[0], _NUM_STEPS) == "auto":
+        plan.config["scheduler"]["params"]["total_num_steps"] = "auto"  # the trainer knows it, see `_config`
     show(plan, console, arguments.tokens)
     if arguments.write:
         arguments.write.write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
@@ -114,7 +118,9 @@ def _config(arguments: argparse.Namespace) -> Config:
     if arguments.global_batch is not None:
         values["train_batch_size"] = arguments.global_batch
     try:
-        return Config.load(values if arguments.nvme is None else _with_folders(values))
+        # Any number of steps in place of "auto": no memory and no time of a step depends on it.
+        fill = {_NUM_STEPS: 1_000_000}
+        return Config.load(values if arguments.nvme is None else _with_folders(values), fill=fill)
     except ConfigError as error:
         raise ConfigError(error.faults, arguments.config) from error
 

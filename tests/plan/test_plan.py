@@ -103,6 +103,10 @@ SPECULATIVE = {"stage": 1, "offload_optimizer": {"device": "cpu", "overlap": "sp
         ({"zero_optimization": {"stage": "auto"}, "optimizer": {"type": "onebitadam"}}, lambda choice: choice.stage),
         ({"zero_optimization": {"update_in_backward": True}}, lambda choice: choice.accumulation > 1),
         (
+            {"zero_optimization": {"stage": "auto", "stage3_max_live_parameters": 0}},
+            lambda choice: choice.pipeline > 1 and choice.stage == 3,
+        ),
+        (
             {"zero_optimization": SPECULATIVE},
             lambda choice: choice.pipeline > 1 and choice.offload_optimizer != "none",
         ),
@@ -217,6 +221,14 @@ def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert ["zero_optimization.zero_hpz_partition_size", "1", "no other value is possible here"] in rows
     parts = ("collectives, overlapped", "the 10 fastest of", 'values for "auto", and why:')
     assert re.search(".*".join(map(re.escape, parts)), said, re.DOTALL)
+
+
+def test_steps_that_the_trainer_knows_are_left_to_it(tmp_path: Path) -> None:
+    config, written = tmp_path / "ds_config.json", tmp_path / "best.json"
+    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    config.write_text(json.dumps({"scheduler": scheduler, "train_micro_batch_size_per_gpu": "auto"}))
+    assert main([str(config), *SHAPE, "--write", str(written)]) == 0
+    assert json.loads(written.read_text())["scheduler"]["params"]["total_num_steps"] == "auto"
 
 
 def test_the_picture_ends_at_half_as_much_again_as_the_device_has(

@@ -229,8 +229,8 @@ class ZeroConfig(ConfigSection):
             reason = f"stage {self.stage} never releases parameters"
             found += self.idle(f"{reason}, every rank holds all of them", only=("zero_hpz_partition_size",))
             found += self.idle(f"{reason}, so nothing is gathered ahead", only=("stage3_prefetch_bucket_size",))
-        if not self.offloads_parameters:
-            why = "it is for offload_param; without it a unit is released after each use"
+        if not self.offloads_parameters and (self.stage < 3 or config.parallel.pipeline == 1):
+            why = "it is for offload_param and pipelines; without them a unit is released after each use"
             found += self.idle(why, only=("stage3_max_live_parameters",))
         return found
 

@@ -208,7 +208,19 @@ class Planner:
         """Return whether the config's other keys allow these states, with or without a pipeline and accumulation."""
         zero = choice.stage, choice.shard_size is None, choice.partition, choice.offload_optimizer, choice.offload_param
         key = choice.pipeline == 1, choice.accumulation == 1, *zero
-        return self._once("fault of the states", key, lambda: _fault(lambda: self._resolved(choice))) is None
+        fault = self._once("fault of the states", key, lambda: _fault(lambda: self._resolved(choice)))
+        return fault is None and (not self._has_budget or self._fault_of_stages(choice) is None)
+
+    @property
+    def _has_budget(self) -> bool:
+        return (self._base.get("zero_optimization") or {}).get("stage3_max_live_parameters") is not None
+
+    def _fault_of_stages(self, choice: Choice) -> str | None:
+        """Return why the budget of gathered parameters forbids these pipeline stages at this ZeRO stage, or None."""
+        if choice.pipeline == 1 or choice.stage < 3:
+            return None
+        key = choice.pipeline, choice.schedule, choice.chunks
+        return self._once("fault of the stages", key, lambda: _fault(lambda: self._of_states(choice)))
 
     def _fault_of_config(self, some: Choice) -> str | None:
         """Return the settings that conflict, whatever the degrees are."""

@@ -307,8 +307,9 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
 
     def _finish_save(self) -> None:
         """Wait for a pending save, and remove the checkpoints that it replaces. A collective."""
-        if self.engine is not None:
-            self.engine._archive.checkpoints.wait()
+        if self.engine is None:  # after an error, of perhaps this rank alone: the save may fail, so all stay
+            return
+        self.engine._archive.checkpoints.wait()
         replaced, self._replaced = self._replaced, []
         for path in replaced:
             super().remove_checkpoint(path)

@@ -151,6 +151,29 @@ def test_a_checkpoint_stays_until_the_next_is_complete(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_an_error_leaves_the_checkpoint_that_an_incomplete_save_would_replace(tmp_path: Path) -> None:
+    pl = lightning()
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    class Fails(Callback):
+        def on_train_end(self, runner: Any, module: Any) -> None:
+            raise RuntimeError("the batch is bad")
+
+    def commit_first(folder: CheckpointFolder, *given: Any) -> None:
+        if folder.path.name != "epoch=0.ckpt":
+            raise OSError("No space left on device")
+        commit(folder, *given)
+
+    commit = CheckpointFolder.commit
+    strategy = LowtideStrategy(config={"checkpoint": {"async": True}})
+    kept = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=1)
+    runner = trainer(pl, strategy, max_epochs=2, enable_checkpointing=True, callbacks=[kept, Fails()])
+    with mock.patch.object(CheckpointFolder, "commit", commit_first):
+        assert refusal(runner.fit, module(pl), loader(), loader(), kind=RuntimeError) == "the batch is bad"
+    assert CheckpointFolder(tmp_path / "epoch=0.ckpt").latest() is not None
+
+
+@on_ranks(1)
 def test_a_checkpoint_io_is_refused() -> None:
     pl = lightning()
     said = "plugins: expected no CheckpointIO, found a AsyncCheckpointIO"

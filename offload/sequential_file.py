@@ -46,8 +46,10 @@ class SequentialFile:
         self._offset = 0  # of the current block in the file
         self._error: OSError | None = None
         self._thread = threading.Thread(target=self._write_blocks, name="lowtide file writer", daemon=True)
+        self._has_thread = False  # not `is_alive`: a thread may end between a request and the question
         with contextlib.suppress(RuntimeError):  # Python 3.12 starts none after the script: the caller writes
             self._thread.start()
+            self._has_thread = True
 
     def write(self, data: bytes | memoryview[Any]) -> int:
         """Append bytes. The caller may change them as soon as this returns."""
@@ -103,14 +105,14 @@ class SequentialFile:
         self._raise_error()
         padded = -(-self._filled // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         self._full.put((self._block, self._offset, padded))
-        if not self._thread.is_alive():
+        if not self._has_thread:
             self._end_writing()
         self._offset += self._filled
         self._block, self._filled = self._free.get(), 0
 
     def _end_writing(self) -> None:
         self._full.put(None)
-        self._thread.join() if self._thread.is_alive() else self._write_blocks()
+        self._thread.join() if self._has_thread else self._write_blocks()
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -112,7 +112,7 @@ def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
         raise _missing("wandb", error) from error
     # Without a login wandb would ask for a key, and a job without a terminal would wait or fail.
     mode: Any = os.environ.get("WANDB_MODE")
-    if mode is None and not wandb.api.api_key:
+    if mode is None and not _is_logged_in(wandb):
         mode = "offline"
         logger.info("wandb: not logged in, the run is written to files: `wandb sync` uploads them")
     return wandb.init(
@@ -122,6 +122,13 @@ def begin_wandb(config: WandbConfig, settings: Mapping[str, Any]) -> Any:
         config=dict(settings),
         mode=mode,
     )
+
+
+def _is_logged_in(wandb: Any) -> bool:
+    try:
+        return bool(wandb.login(prompt=False, verify=False))
+    except TypeError:  # an older version, whose `login` has no `prompt`
+        return bool(wandb.api.api_key)
 
 
 class CsvWriter:

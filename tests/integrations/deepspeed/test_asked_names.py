@@ -194,7 +194,7 @@ def test_events_go_to_the_run_of_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
         told.append(options)
         return run
 
-    package = SimpleNamespace(run=None, api=SimpleNamespace(api_key=None), init=init)
+    package = SimpleNamespace(run=None, login=lambda **options: False, init=init)
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     section = {"enabled": True, "project": "mine", "team": "us"}

@@ -214,7 +214,7 @@ class StepUpdate:
         if not self._optimizer.thread.is_pending:
             return
         # All ranks have a pending update here, or none has one. They raise together if it has failed on any.
-        what = f"the end of update {self._optimizer.num_steps}"
+        what = "the end of a delayed update"
         if self._mesh.sum_small(torch.tensor([int(self.has_failed())], device=self._mesh.world.device), what).item():
             self.raise_failure()
         self._release_what_changes()

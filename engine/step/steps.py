@@ -453,7 +453,7 @@ class Steps:
         # `has_failed` waits for this rank's background update, so that all ranks learn of a failure by the same sum.
         has_failed = self.update.timing is Timing.DELAYED and self.update.has_failed()
         events = (has_failed, self.accumulated.lacks_loss, by_hand, *chain(*events_by_feature))
-        losses, what = self.accumulated.losses, f"the norm of step {number}"
+        losses, what = self.accumulated.losses, "the norm of the step"
         if self.join.num_missing:  # the mean over ranks of the weighted mean is the mean of all losses
             losses = weighted(losses, self._weight * len(losses) / self.accumulated.num_microbatches)
         doubts = [found.any() for found in self.accumulated.inconsistencies.values()]
@@ -474,7 +474,7 @@ class Steps:
             # parameter. Then it starts the same update: the other ranks have started theirs.
             unused = frozenset[int]() if summed.used == self.update.uses.all else summed.read().unused
             factor, skip = summed.factor_and_skip(clipping, grad_scale)
-            self.update.end_step(factor, unused, f"the update of step {number}", skip)
+            self.update.end_step(factor, unused, "the update of the step", skip)
         sums = summed.read()
         if is_started:
             # The device has skipped the update for the same reasons: `SummedStep.factor_and_skip`.
@@ -556,7 +556,7 @@ class Steps:
         if is_other or self._optimizer.counts.unused != sums.unused:
             self.roll_back()
         if not sums.num_bad:
-            self.update.end_step(factor, sums.unused, f"the update of step {number}")
+            self.update.end_step(factor, sums.unused, "the update of the step")
         elif self._config.fp16.enabled:
             # A skipped step still publishes the delayed update of the step before, as `end_step` would.
             self.update.flush()

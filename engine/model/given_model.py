@@ -229,15 +229,13 @@ def check_model(module: nn.Module) -> None:
             )
 
 
-def refuse_max_norm(world: World, config: Config, module: nn.Module) -> None:
-    """Raise ValueError for embeddings whose forward shrinks the rows of this rank's batch: ranks would differ."""
-    if world.size * config.parallel.sequence == config.parallel.ranks_of_sample:  # all ranks have the same tokens
-        return
+def refuse_max_norm(module: nn.Module) -> None:
+    """Raise ValueError for embeddings whose forward shrinks the rows of this rank's batch."""
     for name, part in module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
-                f"model: expected embeddings without max_norm on ranks with different batches, found '{name}' with "
-                f"max_norm={part.max_norm:g}: each rank would shrink other rows of its copy; normalize the output"
+                f"model: expected embeddings without max_norm, found '{name}' with max_norm={part.max_norm:g}: its "
+                "forward would shrink rows of this rank's copy, not of the master weights; normalize the output"
             )
 
 

@@ -201,7 +201,7 @@ class PreparedModel:
         module = compiled.module
         check_model(module)
         check_ranks_agree(world, config, module)
-        refuse_max_norm(world, config, module)
+        refuse_max_norm(module)
         check_kernels(config, world.device)
         check_sequences(config, module)
         blocks = [block for _, block in find_blocks(module)] if config.compile.blocks else []

@@ -175,13 +175,13 @@ def sum_of(weights: Any) -> Tensor:
     raise NotImplementedError
 
 
-@on_ranks(2)
-def test_embeddings_that_change_with_the_batch_are_refused() -> None:
+@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}])
+def test_embeddings_that_change_with_the_batch_are_refused(more: dict[str, Any]) -> None:
     model = nn.Sequential(nn.Embedding(4, 2, max_norm=1.0), nn.Linear(2, 1))
-    found = refusal(lowtide.initialize, model, settings(0))
+    found = refusal(lowtide.initialize, model, settings(0, **more))
     assert found == (
-        "model: expected embeddings without max_norm on ranks with different batches, found '0' with max_norm=1: each "
-        "rank would shrink other rows of its copy; normalize the output"
+        "model: expected embeddings without max_norm, found '0' with max_norm=1: its forward would shrink rows of "
+        "this rank's copy, not of the master weights; normalize the output"
     )
 
 

@@ -6,6 +6,7 @@ from the number of ranks that wrote it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path, PurePath
@@ -98,13 +99,18 @@ def _is_plain(name: str) -> bool:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a small file atomically. It is on the disk when this returns."""
+    """Write a small file atomically. It is on the disk when this returns. Without room it leaves nothing."""
     new = path.with_name(path.name + ".new")
-    with open(new, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)  # after the sync: else a crash may leave an empty file of this name
+    try:
+        with open(new, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)  # after the sync: else a crash may leave an empty file of this name
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise
 
 
 def sync_folder(folder: Path) -> None:

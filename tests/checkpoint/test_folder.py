@@ -1,5 +1,6 @@
 """A folder of checkpoints: tags, the latest, what is kept, and what dead jobs have left."""
 
+import errno
 import json
 import os
 import shutil
@@ -8,12 +9,13 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 
-from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
+from lowtide.checkpoint.files import CheckpointError, NoCheckpointError, write_durably
 from lowtide.checkpoint.folder import CheckpointFolder, WritingProcess
 from lowtide.checkpoint.writer import write_part
 from tests.checkpoint.making import NO_OPTIMIZER, manifest_of, read_all, resign, write
@@ -41,6 +43,14 @@ def test_the_latest_is_the_newest(tmp_path: Path) -> None:
     assert value_in(target) == 2 and value_in(target, "b") == 1
     assert target.alternative_to("a") == "b" and target.alternative_to("b") == "a"
     assert names_in(target.path) == {"latest", "a", "b"}
+
+
+def test_a_disk_that_is_full_for_latest_leaves_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = save(tmp_path, "a", 1)
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write_durably(tmp_path / "latest", b"b\n")
+    assert target.latest() == "a" and names_in(tmp_path) == {"latest", "a"}
 
 
 def test_the_newest_are_kept_and_the_callers_own(tmp_path: Path) -> None:

@@ -308,10 +308,12 @@ class HostRanks:
         return os.path.join(self._records.path, f"rank{rank}")
 
     def _why_not(self, error: Exception) -> str:
-        logs, path = self._start.log_folder, getattr(error, "filename", None)
-        if logs is not None and path is not None and Path(path).is_relative_to(Path(self._start.folder) / logs):
-            expected = f"--log-dir {logs}: expected a folder that every host can write"
-            return f"the ranks cannot be started: {expected}, found {error}. Name another folder"
+        if (logs := self._start.log_folder) is not None and isinstance(error, OSError) and error.filename is not None:
+            folder, path = Path(self._start.folder) / logs, Path(error.filename)
+            if path.is_relative_to(folder) or folder.is_relative_to(path):
+                expected = f"--log-dir {logs}: expected a folder that every host can write"
+                found = f"{error.strerror}: {path}"
+                return f"the ranks cannot be started: {expected}, found {found}. Name another folder"
         return (
             f"the ranks cannot be started: {error}. The folder {self._start.folder} and the command "
             f"{' '.join(self._start.command)} must exist on every host"

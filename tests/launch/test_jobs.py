@@ -108,7 +108,7 @@ while not process.exists() or pathlib.Path("/proc", process.read_text()).exists(
     time.sleep(0.01)
 os._exit(1)
 """
-ONE, LOGS = ("--nproc", "1"), "script.py/logs"
+ONE, LOGS = ("--nproc", "1"), "/proc/none/logs"  # a folder whose parent cannot be made
 STOPPED = ") failed with exit status 5; the other ranks were stopped. The last lines of its output:"
 HAD_ENDED = "failed with exit status 1. rank 1 had ended before with exit status 0: if rank 0 still trained, "
 FAILURES: dict[str, tuple[str, tuple[str, ...], int, list[str]]] = {
@@ -129,7 +129,7 @@ FAILURES: dict[str, tuple[str, tuple[str, ...], int, list[str]]] = {
         "",
         (*ONE, "--log-dir", LOGS),
         1,
-        [f"the ranks cannot be started: --log-dir {LOGS}: expected a folder that every host can write", "Not a dir"],
+        [f"started: --log-dir {LOGS}: expected a folder that every host can write", "directory: /proc/none. Name"],
     ),
     "had_ended": (FAILS_AFTER_THE_END_OF_1, TWO, 1, [HAD_ENDED]),
     "ignores_sigterm": (IGNORES_SIGTERM, (*TWO, "--grace", "0.5"), 9, ["rank 0 of 2", "Its output is above.\n"]),

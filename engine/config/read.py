@@ -132,8 +132,10 @@ def _parse(path: Path) -> object:
         size = path.stat().st_size
         # utf-8-sig: editors on Windows begin a file with a byte order mark, and JSON does not allow it.
         text = path.read_text(encoding="utf-8-sig") if size <= MAX_BYTES else ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(printable(str(path)), "file", f"cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise _unreadable(printable(str(path)), "file", f"expected text in UTF-8: {error}") from error
+    except OSError as error:
+        raise _unreadable(printable(str(path)), "file", f"cannot be read: {error.strerror}") from error
     if size > MAX_BYTES:
         message = f"expected at most {MAX_BYTES:,} bytes, found {size:,}; is it a config?"
         raise _unreadable(printable(str(path)), "file", message)

@@ -183,7 +183,7 @@ def test_a_missing_file_names_near_files_and_the_presets(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (b"\xff\xfe\x00{", "cannot be read: 'utf-8' codec can't decode"),
+        (b"\xff\xfe\x00{", "expected text in UTF-8: 'utf-8' codec can't decode byte 0xff"),
         (b'{"seed": 1,\n "device": "cpu"\n', "at line 3"),
         (b"", "at line 1. Comments (// # /* */) and a comma behind the last item are allowed; names and text need"),
         (b"[" * 10_000, "not valid here: nested too deeply"),

@@ -95,7 +95,8 @@ def reports(command: str, *errors: type[Exception]) -> Callable[[Callable[P, int
             try:
                 return run(*args, **kwargs)
             except errors as error:
-                print(f"lowtide {command}: {error}", file=sys.stderr)
+                text = re.sub(r"\[Errno \d+\] ", "", str(error))  # the text behind it says the same
+                print(f"lowtide {command}: {text}", file=sys.stderr)
                 return 1
 
         return reporting

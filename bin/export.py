@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..checkpoint.checkpoint import Checkpoint
-from ..checkpoint.export import export_source, parse_bytes, parse_dtype
+from ..checkpoint.export import DTYPES, export_source, parse_bytes, parse_dtype
 from ..checkpoint.files import MANIFEST, CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
 from .arguments import Parser, argument, reports, size_of
@@ -22,7 +22,7 @@ _EXAMPLES = """examples:
 def main(argv: Sequence[str]) -> int:
     """Run the command. Return 1, with the reason on stderr, if the export failed."""
     arguments = parser().parse_args(argv)
-    checkpoint = open_checkpoint(arguments.checkpoint, arguments.tag)
+    checkpoint, dtype = open_checkpoint(arguments.checkpoint, arguments.tag), parse_dtype(arguments.dtype)
     if left_out := checkpoint.manifest.left_out:
         raise ValueError(
             f"{checkpoint.path}: expected all parameters, but the checkpoint lacks {len(left_out)} "
@@ -32,9 +32,9 @@ def main(argv: Sequence[str]) -> int:
         checkpoint.averaged_weights if arguments.ema else checkpoint.weights,
         arguments.folder,
         dtypes=checkpoint.manifest.compute_dtypes,
-        dtype=arguments.dtype,
+        dtype=dtype,
         shard_bytes=arguments.shard_bytes,
-        model_files=files_for(checkpoint, arguments.dtype),
+        model_files=files_for(checkpoint, dtype),
     )
     files = f"{len(plan.files)} files" if len(plan.files) > 1 else "1 file"
     print(
@@ -77,8 +77,8 @@ def parser() -> Parser:
     result.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder of checkpoints, or a checkpoint in it")
     result.add_argument("folder", metavar="FOLDER", help="output folder; an earlier export in it is replaced")
     result.add_argument("--tag", help="the checkpoint's tag (default: the latest)")
-    dtype = "fp32, bf16, fp16 or fp64 (default: each parameter's compute dtype)"
-    result.add_argument("--dtype", type=argument(parse_dtype), help=dtype)
+    dtype = "of floating-point tensors (default: each parameter's compute dtype)"
+    result.add_argument("--dtype", choices=DTYPES, help=dtype)
     result.add_argument("--ema", action="store_true", help="export the moving averages (engine.ema)")
     size = "largest size of a file, for example 500MB (default: 5GB)"
     result.add_argument("--shard-bytes", metavar="SIZE", type=argument(parse_bytes), default="5GB", help=size)

@@ -71,8 +71,6 @@ def parser() -> argparse.ArgumentParser:
 
 def fault(options: argparse.Namespace) -> str | None:
     """Return the fault of a parsed command line, or None."""
-    if isinstance(options.nproc, int) and options.nproc < 1:
-        return f"--nproc must be at least 1, found {options.nproc}"
     for name in ("grace", "step_limit", "max_restarts"):
         value = getattr(options, name)
         if value is not None and value < 0:
@@ -248,10 +246,13 @@ def _seconds(text: str) -> float:
 
 
 def _number_of_ranks(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f'expected a number of ranks or "auto", found "{text}"') from error
 
 
-_seconds.__name__ = _number_of_ranks.__name__ = "number"  # argparse prints `invalid number value`
+_seconds.__name__ = "number"  # argparse prints `invalid number value`
 
 
 def _add_hosts(group: "argparse._ArgumentGroup") -> None:

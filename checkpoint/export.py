@@ -29,7 +29,7 @@ DEFAULT_SHARD_BYTES = 5_000_000_000
 READ_BYTES = 16 << 20  # of a source at a time: several of its 4 MiB chunks, since edge chunks are read twice
 UNFINISHED = ".unfinished-export"  # the subfolder in which the files grow
 _OF_AN_EXPORT = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 Advance = Callable[[int], None]
@@ -49,9 +49,9 @@ def parse_bytes(value: int | str) -> int:
 
 def parse_dtype(value: str | torch.dtype | None) -> torch.dtype | None:
     """Parse the dtype of exported floating-point tensors. None: each tensor keeps its dtype."""
-    dtype = _DTYPES.get(value) if isinstance(value, str) else value
-    if (value is None) != (dtype is None) or (dtype is not None and dtype not in _DTYPES.values()):
-        names = ", ".join(f'"{name}"' for name in _DTYPES)
+    dtype = DTYPES.get(value) if isinstance(value, str) else value
+    if (value is None) != (dtype is None) or (dtype is not None and dtype not in DTYPES.values()):
+        names = ", ".join(f'"{name}"' for name in DTYPES)
         raise ValueError(f"dtype: expected one of {names}, a torch dtype of these, or None; found {value!r}")
     return dtype
 

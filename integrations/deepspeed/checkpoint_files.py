@@ -329,7 +329,7 @@ def _find(folder: Path, tag: str | None) -> Path:
         found = sorted(path.name for path in folder.iterdir() if path.is_dir() and is_deepspeed_checkpoint(path))
         raise NoCheckpointError(
             f"{folder}: expected a DeepSpeed checkpoint{f' with the tag {name!r}' if name else ''}, found "
-            f"{', '.join(found) or 'none'}. Choose one by --tag"
+            + (f"{', '.join(found)}. Choose one by --tag" if found else "no folder with *mp_rank_*_model_states.pt")
         )
     return folder / name
 

@@ -141,7 +141,8 @@ def read_schedule(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
-        raise ScheduleError(f"schedule file {path} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or error
+        raise ScheduleError(f"schedule file {path} cannot be read: {reason}") from error
     try:
         schedule = Schedule.from_text(text)
         simulate(schedule)

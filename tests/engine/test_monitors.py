@@ -302,7 +302,9 @@ def test_wandb_itself_has_one_run_of_several_ranks(ranks: RankPool, tmp_path: Pa
     assert b"train/loss" in written and b"speed/step_seconds" in written
 
 
-@pytest.mark.parametrize("version", [{"login.return_value": False}, {"login.side_effect": TypeError, "api.api_key": ""}])
+@pytest.mark.parametrize(
+    "version", [{"login.return_value": False}, {"login.side_effect": TypeError, "api.api_key": ""}]
+)
 def test_wandb_keeps_a_run_in_files(monkeypatch: pytest.MonkeyPatch, version: dict[str, Any]) -> None:
     """Of wandb itself, that it is told everything; its own files are its own."""
     package = mock.Mock(**version)

@@ -25,7 +25,7 @@ def within_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--nproc 1 --grace -1 FILE", "--grace must not be negative, found -1"),
         ("--nproc 1 nothing.py", 'there is no script "nothing.py" in '),
         ("--nproc 1 -m no_such.module", 'no module "no_such" can be imported from '),
-        ("--nproc two FILE", "argument --nproc: invalid number value: 'two'"),
+        ("--nproc two FILE", '--nproc: expected a number of ranks or "auto", found "two"'),
         ("--nporc 2 FILE", 'unknown option "--nporc"; did you mean "--nproc"?'),
         ("--num_gpus=2 FILE", 'unknown option "--num_gpus"; did you mean "--nproc"?'),
         ("--nnodes 2 FILE", 'unknown option "--nnodes"; did you mean "--num-hosts"?'),

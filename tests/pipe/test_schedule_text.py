@@ -135,7 +135,7 @@ NO_BACKWARD = "name: own\nranks: 1\nstages: 1\nmicrobatches: 1\nrank of stage: 0
         (WHOLE, (4, 2), ": expected 4 ranks, as in the config, found 2; change the file or the config"),
         (WHOLE, (2, 8), "expected 8 microbatches, as in the config, found 2"),
         (WHOLE, (2, 2, 2), "expected 4 stages, as in the config, found 2"),
-        (None, (2, 2), " cannot be read: "),
+        (None, (2, 2), " cannot be read: No such file or directory"),
         (b"\xff\xfe", (2, 2), " cannot be read: "),
         (
             WHOLE.replace("1B1", ""),

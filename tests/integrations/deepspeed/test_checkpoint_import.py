@@ -210,7 +210,7 @@ def test_nothing_in_a_file_is_called(tmp_path: Path) -> None:
 
 
 def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
-    said = "expected a DeepSpeed checkpoint, found none. Choose one by --tag"
+    said = "expected a DeepSpeed checkpoint, found no folder with *mp_rank_*_model_states.pt"
     assert said in refusal(read_deepspeed, tmp_path, kind=NoCheckpointError)
     said = "with the tag 'x', found global_step12. Choose one by --tag"
     assert said in refusal(read_deepspeed, DATA / "stage0", "x", kind=NoCheckpointError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, Self
 
@@ -640,13 +640,8 @@ class DeepSpeedEngine(nn.Module):
             if not load_module_only and load_lr_scheduler_states and stepped is not None and schedule is not None:
                 stepped.load_state_dict(schedule)
         else:
-            before = None
-            if stepped is not None and not load_lr_scheduler_states and hasattr(stepped, "state_dict"):
-                # `load_checkpoint` below restores the schedule too, but the caller does not want it.
-                before = stepped.state_dict()
-            client_state = self.lowtide.load_checkpoint(path.parent, path.name)
-            if stepped is not None and before is not None:
-                stepped.load_state_dict(before)
+            with nullcontext() if load_lr_scheduler_states or stepped is None else stepped.hidden():
+                client_state = self.lowtide.load_checkpoint(path.parent, path.name)
         if not load_module_only:
             self._load_counters(client_state.get(COUNTERS))
         return str(path), {key: value for key, value in client_state.items() if key != COUNTERS}

@@ -7,7 +7,8 @@ and the update at that time uses iteration 0: see its [Note: DeepSpeed's first s
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
@@ -100,9 +101,8 @@ class Scheduler:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, sd: Mapping[str, Any]) -> None:
-        """Restore the iteration, and set its learning rates."""
+        """Restore the iteration. As in DeepSpeed, its learning rates are set by the next `step`."""
         self.last_batch_iteration = sd["last_batch_iteration"]
-        self._apply()
 
     def _apply(self) -> None:
         self._last_lr = self.get_lr()
@@ -165,6 +165,15 @@ class SteppedScheduler:
         self._scheduler = scheduler
         self._num_samples = num_samples
         self.kwargs: dict[str, Any] = {}
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Open a context in which a load of a checkpoint finds no scheduler, so it leaves the schedule as it is."""
+        scheduler, self._scheduler = self._scheduler, None
+        try:
+            yield
+        finally:
+            self._scheduler = scheduler
 
     def step(self) -> None:
         needed = _num_needed(self._scheduler.step)

@@ -170,6 +170,30 @@ def test_checkpoints_have_deepspeeds_return_values(tmp_path: Path) -> None:
 
 
 @on_ranks(1)
+def test_a_load_takes_rates_and_iteration_from_the_parts_that_are_asked_for(tmp_path: Path) -> None:
+    """Of a schedule at 0.01 x log(3) / log(5), in iteration 2. A new one is at 0, in iteration -1."""
+    engine = engine_of(0)
+    train(engine, 0, 6)
+    engine.save_checkpoint(tmp_path)
+    rate = engine.get_lr()
+    engine.destroy()
+    for optimizer, schedule in ((True, True), (True, False), (False, True), (False, False)):
+        engine = engine_of(0)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=optimizer, load_lr_scheduler_states=schedule)
+        found = engine.get_lr(), engine.lr_scheduler.last_batch_iteration
+        assert found == (rate if optimizer else [0.0], 2 if schedule else -1)
+        engine.destroy()
+    model = net()
+    engine, *_ = deepspeed.initialize(
+        model=model, config=config(0, scheduler=None), lr_scheduler=lambda of: torch.optim.lr_scheduler.StepLR(of, 4)
+    )
+    # Its state is not that of WarmupLR.
+    engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert engine.lr_scheduler.last_epoch == 0
+    engine.destroy()
+
+
+@on_ranks(1)
 def test_what_does_not_leave_out_frozen_parameters_says_so(tmp_path: Path) -> None:
     engine, found = engine_of(0), deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint
     with logged("WARNING") as messages:

@@ -74,7 +74,7 @@ def test_a_scheduler_has_a_rate_and_a_momentum_for_each_group() -> None:
     params = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     optimizer: Any = SGD([{"params": [param]} for param in params], lr=1.0)
     scheduler: Any = WarmupLR(optimizer, warmup_max_lr=[1.0, 2.0], warmup_num_steps=2)
-    scheduler.load_state_dict({"last_batch_iteration": 9})
+    scheduler.step(9)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 2.0]
     said = "warmup_max_lr: expected a number for each of 2 groups, found 3"
     assert said in refusal(WarmupLR, optimizer, warmup_max_lr=[1.0, 2.0, 3.0])

@@ -16,7 +16,7 @@ from ...zero.master_weights import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.sign_update import is_rank_state
 from .named_state import NamedState
-from .run_state import check_options, in_own_groups
+from .run_state import ALONE, check_options, in_own_groups
 from .weights import kind_of
 
 
@@ -59,7 +59,7 @@ def check_fits(
     if training["num_steps"] and not optimizer.can_take(training["optimizer"], states):
         faults.append(
             f"it has the states of optimizer {training['optimizer']} ({', '.join(sorted(states)) or 'none'}), this "
-            f"run has optimizer {optimizer.kind}; engine.load_weights(folder) takes the parameters alone"
+            f"run has optimizer {optimizer.kind}; {ALONE}"
         )
     elif training["num_steps"]:
         # An optimizer of ours gives each parameter the same states. The `step` of an optimizer of torch makes any

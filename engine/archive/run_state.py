@@ -18,6 +18,8 @@ from ...checkpoint.values import decode, encode
 from ...watch.log import logger
 from ...zero.parameter_states import MISSED_STEPS
 
+ALONE = "engine.load_weights(folder) (load_module_only=True in lowtide.deepspeed) takes the parameters alone"
+
 
 def random_state(device: torch.device) -> Any:
     """Return the states of the random generators of Python, NumPy, torch, and torch's device."""
@@ -187,7 +189,7 @@ def check_options(groups: Sequence[Mapping[str, Any]], training: Mapping[str, An
     """Raise ValueError if saved options, or options of the saved config, do not fit the optimizer's groups."""
     saved = training["learning_rates"]
     if not len(groups) == len(saved["options"]) == len(saved["base"]):
-        raise ValueError(f"it has {len(saved['options'])} parameter groups, the optimizer {len(groups)}")
+        raise ValueError(f"it has {len(saved['options'])} parameter groups, the optimizer {len(groups)}; {ALONE}")
     optimizer = config.get("optimizer") or {}
     then = optimizer.get("params", {}) if isinstance(optimizer, Mapping) else None
     if not isinstance(then, Mapping) or not isinstance(then.get("lr", 0.0), (int, float)):

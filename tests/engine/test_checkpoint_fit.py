@@ -126,7 +126,7 @@ def scheduled(*groups: list[str]) -> tuple[Case, dict[str, Any]]:
     return by(grouped(*groups), lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1.0))
 
 
-ALONE = "engine.load_weights(folder) takes the parameters alone."
+ALONE = "engine.load_weights(folder) (load_module_only=True in lowtide.deepspeed) takes the parameters alone."
 NO_STATE = "has no optimizer state in it (exp_avg, exp_avg_sq): it was not trained then"
 REFUSED: dict[str, tuple[Any, Any, list[str]]] = {  # saved, loaded, words
     "lion": (

@@ -161,6 +161,8 @@ def test_masters_of_bf16_are_float32() -> None:
 def test_layers_of_a_pipeline_are_taken_over(imported: dict[str, Path]) -> None:
     config = {"train_batch_size": 2, "gradient_accumulation_steps": 2, "optimizer": {"type": "Adam"}}
     engine, *_ = deepspeed.initialize(model=layers(), config=config)
+    said = refusal(engine.load_checkpoint, imported["pipeline"], kind=CheckpointError)
+    assert "it has 0 parameter groups, the optimizer 1; engine.load_weights(folder) (load_module_only=True in" in said
     path, _ = engine.load_checkpoint(imported["pipeline"], load_module_only=True)
     found = engine.module_state_dict()
     engine.destroy()

@@ -40,12 +40,16 @@ def import_deepspeed(
     own_state = {
         "random": random_state(torch.device("cpu")),
         "client_state": encode_client_state(_plain(found.client_state, notes) | {COUNTERS: found.counters}),
-        "scalars": encode({}, "optimizer state"),
     }
     if not found.groups:
         notes.append("no optimizer states: load only the weights (engine.load_weights, load_module_only=True)")
     kind = _kind(found)
-    has_step = bool(found.states) and OPTIMIZERS[kind].keeps_step
+    is_ours = kind in OPTIMIZERS
+    # A class of torch that is not ours keeps its step beside the states of each group.
+    step = {"step": torch.tensor(float(found.num_updates))}
+    steps = {} if is_ours else dict.fromkeys(range(len(found.groups)), step)
+    own_state["scalars"] = encode(steps, "optimizer state")
+    has_step = bool(found.states) and (not is_ours or OPTIMIZERS[kind].keeps_step)
     names = OptimizerNames(tuple(found.states) if has_step else (), tuple(map(tuple, found.group_names)))
     tensors = _tensors(found)
     chunk_views = [ChunkView(name, tuple(value.shape), 0, value.view(-1)) for name, value in tensors.items()]
@@ -134,6 +138,10 @@ def _training(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> dict[s
     }
 
 
+_KINDS = {"exp_inf": "Adamax", "exp_avg": "lion", "sum": "adagrad", "acc_delta": "Adadelta", "square_avg": "RMSprop"}
+"""State -> optimizer, if the config names none: ours, or the class of torch of the caller's object."""
+
+
 def _kind(found: DeepSpeedCheckpoint) -> str:
     """Return lowtide's name of the optimizer: by the checkpoint's config, else by its states and options."""
     written = found.optimizer_type.lower()
@@ -144,8 +152,8 @@ def _kind(found: DeepSpeedCheckpoint) -> str:
     if "exp_avg_sq" in states:
         decoupled = all(group.get("decoupled_weight_decay", True) for group in found.groups)
         return "adamw" if decoupled else "adam"
-    # Without a second moment: "exp_avg" is Lion's (SGD keeps "momentum_buffer"), "sum" is Adagrad's.
-    return "lion" if "exp_avg" in states else "adagrad" if "sum" in states else "sgd"
+    # Without a second moment: the first of these states decides. Without any, it is SGD.
+    return next((kind for state, kind in _KINDS.items() if state in states), "sgd")
 
 
 def _plain(values: Mapping[str, Any], notes: list[str]) -> dict[str, Any]:

@@ -5,18 +5,20 @@ import pickle
 import shutil
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide.deepspeed as deepspeed
 from lowtide.bin.checkpoint import main
 from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
 from lowtide.deepspeed.checkpoint_files import load_pickle, read_deepspeed
 from lowtide.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-from tests.integrations.deepspeed.scripts import DATA, batches, engine_of, layers
+from tests.integrations.deepspeed.scripts import DATA, batches, config, engine_of, layers, net, train
 from tests.kit.ranks import on_ranks
 from tests.kit.training import differences, refusal
 
@@ -175,6 +177,34 @@ def test_layers_of_a_pipeline_are_taken_over(imported: dict[str, Path]) -> None:
 def test_a_checkpoint_without_states_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["import", str(DATA / "pipeline"), str(tmp_path / "ours")]) == 0
     assert "no optimizer states: load only the weights" in capsys.readouterr().out
+
+
+@on_ranks(1)
+@pytest.mark.parametrize(("kind", "more"), [("RMSprop", []), ("Adadelta", ["acc_delta"])])
+def test_states_of_the_callers_optimizer_are_taken_over(tmp_path: Path, kind: str, more: list[str]) -> None:
+    """Of a class of torch that is none of ours. The config then names no optimizer."""
+    shutil.copytree(DATA / "stage0", tmp_path / "saved")
+    (path,) = (tmp_path / "saved").rglob("mp_rank_00_model_states.pt")
+    content = load_pickle(path)
+    del content["ds_config"]["optimizer"]
+    make = partial(getattr(torch.optim, kind), lr=0.01)
+    content["optimizer"]["param_groups"] = [make([nn.Parameter(torch.ones(1))]).state_dict()["param_groups"][0]]
+    content["optimizer"]["param_groups"][0]["params"] = list(range(10))
+    for state in content["optimizer"]["state"].values():
+        state["square_avg"] = state.pop("exp_avg_sq")
+        state |= {name: state["exp_avg"].square() for name in more}
+        del state["exp_avg"]
+    torch.save(content, path)
+    assert main(["import", str(tmp_path / "saved"), str(tmp_path / "ours")]) == 0
+    model = net()
+    settings = {key: value for key, value in config(1).items() if key != "optimizer"}
+    engine: Any = deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=settings)[0]
+    engine.load_checkpoint(tmp_path / "ours")
+    expected = content["optimizer"]["state"][2]["square_avg"]
+    assert torch.equal(safe_get_full_optimizer_state(engine.module.b[0].weight, "square_avg"), expected)
+    train(engine, 0, 2)
+    assert engine.was_step_applied()
+    engine.destroy()
 
 
 def test_what_zero_to_fp32_has_written_becomes_safetensors(tmp_path: Path) -> None:

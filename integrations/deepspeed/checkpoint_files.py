@@ -5,6 +5,7 @@
     folder/TAG/zero_pp_rank_R_mp_rank_00_model_states.pt   stage 3: frozen parameters, buffers
     folder/TAG/[bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt   rank R's shard of master weights and states
     folder/TAG/layer_LL-model_states.pt                    a layer of a pipeline
+    folder/TAG/zero/NAME/fp32.pt, exp_avg.pt, ...          universal: a parameter's master weight and states
 
 [Note: flat groups] Below stage 3 a group is the concatenation of its parameters, padded at the end and cut into a
 shard for each rank. At stage 3 each parameter is padded to a multiple of the ranks and cut into equal rows, and a
@@ -87,7 +88,11 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
         )
     main = load_pickle(files[0] if files else by_rank[0])
     module = _of_layers(layers) if layers else main["module"]
-    parts, ranks = ([load_pickle(file) for file in files] for files in (optimizers, by_rank))
+    if (universal := path / "zero" / "optimizer_state.pt").is_file():
+        parts = [{"optimizer_state_dict": load_pickle(universal)}]
+    else:
+        parts = [load_pickle(file) for file in optimizers]
+    ranks = [load_pickle(file) for file in by_rank]
     return DeepSpeedCheckpoint(path, main, module, parts, ranks)
 
 
@@ -114,7 +119,8 @@ class DeepSpeedCheckpoint:
         aliases = self._ties(buffers) if shared is None else {str(alias): str(name) for alias, name in shared.items()}
         self._params = [name for name in module if name not in buffers and name not in aliases]
         if self._parts and shapes:
-            self.groups = self._read_parts(shapes)
+            is_universal = (path / "zero").is_dir()
+            self.groups = self._read_universal(shapes) if is_universal else self._read_parts(shapes)
         elif isinstance(main.get("optimizer"), Mapping):
             self.groups, shapes = self._read_whole(main["optimizer"])
         self._read_frozen()
@@ -124,7 +130,7 @@ class DeepSpeedCheckpoint:
         if absent := [name for name in of_shapes if name in empty and name not in self.weights]:
             raise CheckpointError(
                 f"{path}: expected the values of {len(absent)} parameters ('{absent[0]}') in files of the optimizer, "
-                "found none. Of a universal checkpoint, import the checkpoint that it was made from"
+                "found none"
             )
         for name, value in module.items():
             if isinstance(value, Tensor) and name not in self.weights and name not in aliases and value.numel():
@@ -253,6 +259,21 @@ class DeepSpeedCheckpoint:
         options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
         return [_options(group) for group in options] if len(options) == len(shapes) else []
 
+    def _read_universal(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Read master weights and states of a universal checkpoint: a file for each."""
+        for name, shape in (item for group in shapes for item in group.items()):
+            for file in (self._path / "zero" / name).glob("*.pt"):
+                found = load_pickle(file, (dict, Tensor))
+                value = found["param"] if isinstance(found, dict) else found
+                # Of stage 3 it is flat, and may be padded.
+                whole = value.reshape(-1)[: math.prod(shape)].view(tuple(shape)) if value.dim() else value
+                if file.stem == "fp32":
+                    self.weights[name] = whole.float()
+                else:
+                    self._add_states(name, {file.stem: whole}, tuple(shape))
+        options = self._parts[0].get("param_groups", ())
+        return [_options(group) for group in options] if len(options) == len(shapes) else []
+
     def _sub_groups(self, shapes: Sequence[Mapping[str, Any]], flats: Sequence[Tensor]) -> list[dict[str, Any]]:
         """Return the shapes of the parameters in each flat group of a rank: see [Note: flat groups]."""
         found: list[dict[str, Any]] = []
@@ -359,8 +380,8 @@ class _Unknown(SimpleNamespace):
             self.__dict__.update({str(key): value for key, value in state.items()})
 
 
-def load_pickle(path: Path) -> Any:
-    """Read a file of torch.save: see [Note: safe unpickling]. Raises CheckpointError."""
+def load_pickle(path: Path, kinds: tuple[type, ...] = (dict,)) -> Any:
+    """Read a file of torch.save: see [Note: safe unpickling]. Raises CheckpointError, also for another kind."""
     try:
         with safe_globals([defaultdict]):
             # Named before loading: `_Unknown` replaces each of these classes, so no code of the file runs.
@@ -369,7 +390,7 @@ def load_pickle(path: Path) -> Any:
                 found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises many kinds of errors for a foreign file
         raise CheckpointError(f"{path}: expected a file written by torch.save; {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(found, kinds):
         raise CheckpointError(f"{path}: expected a dictionary, found {type(found).__name__}")
     return _detached(found)
 

@@ -128,13 +128,35 @@ def test_a_rank_without_flat_groups_is_told(tmp_path: Path, name: str, key: str)
 
 
 def test_stage_3_without_files_of_the_optimizer_is_told(tmp_path: Path) -> None:
-    """A universal checkpoint has them in another form. The files of the model have no values."""
+    """The files of the model have no values."""
     shutil.copytree(DATA / "stage3", tmp_path / "saved")
     for path in (tmp_path / "saved").rglob("*optim_states.pt"):
         path.unlink()
     text = refusal(read_deepspeed, tmp_path / "saved", kind=CheckpointError)
-    assert "expected the values of 10 parameters ('a.weight') in files of the optimizer, found none" in text
-    assert text.endswith("Of a universal checkpoint, import the checkpoint that it was made from")
+    assert text.endswith("expected the values of 10 parameters ('a.weight') in files of the optimizer, found none")
+
+
+@pytest.mark.parametrize("name", ["stage2_bf16", "stage3"])
+def test_a_universal_checkpoint_has_masters_and_states_in_files(tmp_path: Path, name: str) -> None:
+    """As `ds_to_universal` writes them: at stage 3 flat and padded, else with their shape in a dictionary."""
+    expected, saved = read_deepspeed(DATA / name, "global_step12"), tmp_path / "saved"
+    shutil.copytree(DATA / name / "global_step12", saved)
+    for path in saved.rglob("*optim_states.pt"):
+        part = load_pickle(path)["optimizer_state_dict"]
+        path.unlink()
+    for parameter, states in expected.states.items():
+        (saved / "zero" / parameter).mkdir(parents=True)
+        values = {"fp32": expected.weights[parameter], **states}
+        for state, value in values.items():
+            padded = torch.cat([value.reshape(-1), torch.ones(1)])
+            torch.save(padded if name == "stage3" else {"param": value}, saved / "zero" / parameter / f"{state}.pt")
+        torch.save(torch.tensor(12.0), saved / "zero" / parameter / "step.pt")
+    torch.save({**part, "param_groups": expected.groups}, saved / "zero" / "optimizer_state.pt")
+    found = read_deepspeed(saved)
+    assert found.groups == expected.groups and (found.num_updates, found.tag) == (12, "saved")
+    assert differences(found.weights, expected.weights) == [] and found.states.keys() == expected.states.keys()
+    for parameter, states in expected.states.items():
+        assert differences(found.states[parameter], states) == []
 
 
 def test_what_the_files_hold_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:

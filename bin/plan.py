@@ -1,6 +1,7 @@
 """`lowtide plan`: predict memory and time of a training, and find the fastest config that fits."""
 
 import argparse
+import copy
 import json
 import re
 import sys
@@ -10,6 +11,7 @@ from decimal import Decimal
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
@@ -17,8 +19,8 @@ from rich.table import Table
 from torch import nn
 
 from ..engine.config.config import Config, ConfigError
-from ..engine.config.read import read
-from ..engine.config.translate import value_of
+from ..engine.config.read import leaves, read
+from ..engine.config.translate import AUTO
 from ..engine.model.deferred import module_for_shapes
 from ..engine.plan.llama import Shape, batch, build, short_profiler
 from ..engine.plan.machine import Machine, calibrated
@@ -35,6 +37,7 @@ _STAGES = {
     3: "stage 3 (P_os+g+p)",
 }
 _NUM_STEPS = "scheduler.params.total_num_steps"
+_OF_TRAINER = {path for path in AUTO if ".params." in path} | {_NUM_STEPS, "gradient_clipping"}
 _FOLDER = "lowtide-nvme"  # in the working directory, as in the preset zero3_offload_nvme
 _MIXED = (2, 2, 12)  # bytes of a parameter, of its gradient, and of its master weight and two moments
 _OF_FORMULA = {"params", "ranks", "fp32"}  # options of the table of ZeRO's formula
@@ -75,16 +78,26 @@ def main(argv: Sequence[str]) -> int:
 @uncollected(is_last=True)
 def _plan(arguments: argparse.Namespace, console: Console) -> int:
     plan = _planned(arguments)
-    if value_of(read(arguments.config)[0], _NUM_STEPS) == "auto":
-        plan.config["scheduler"]["params"]["total_num_steps"] = "auto"  # the trainer knows it, see `_config`
     show(plan, console, arguments.tokens)
     if arguments.write:
-        arguments.write.write_text(json.dumps(plan.config, indent=2) + "\n", encoding="utf-8")
+        text = json.dumps(_to_write(plan.config, read(arguments.config)[0]), indent=2)
+        arguments.write.write_text(text + "\n", encoding="utf-8")
         print(f"config written to {arguments.write}")
     if arguments.png:
         draw(plan, arguments.png)
         print(f"picture written to {arguments.png}")
     return 0 if plan.fits else 1
+
+
+def _to_write(config: Mapping[str, Any], source: Mapping[str, object]) -> dict[str, Any]:
+    """Return the config with "auto" where the source leaves a value to the trainer's arguments."""
+    found = copy.deepcopy(dict(config))
+    for path, value in leaves(source).items():
+        section, _, key = path.rpartition(".")
+        # A default in its place would contradict the arguments, or win.
+        if value == "auto" and path in _OF_TRAINER:
+            (found[section.partition(".")[0]]["params"] if section else found)[key] = "auto"
+    return found
 
 
 def _planned(arguments: argparse.Namespace) -> Plan:

@@ -223,12 +223,22 @@ def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert re.search(".*".join(map(re.escape, parts)), said, re.DOTALL)
 
 
-def test_steps_that_the_trainer_knows_are_left_to_it(tmp_path: Path) -> None:
+def test_what_the_trainer_knows_is_left_to_it(tmp_path: Path) -> None:
     config, written = tmp_path / "ds_config.json", tmp_path / "best.json"
-    scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
-    config.write_text(json.dumps({"scheduler": scheduler, "train_micro_batch_size_per_gpu": "auto"}))
+    asked: dict[str, Any] = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
+        "gradient_clipping": "auto",
+    }
+    config.write_text(json.dumps({**asked, "train_micro_batch_size_per_gpu": "auto"}))
     assert main([str(config), *SHAPE, "--write", str(written)]) == 0
-    assert json.loads(written.read_text())["scheduler"]["params"]["total_num_steps"] == "auto"
+    found = json.loads(written.read_text())
+    for section in ("optimizer", "scheduler"):
+        params = asked[section]["params"]
+        assert {key: found[section]["params"][key] for key in params} == params
+    assert found["gradient_clipping"] == "auto" and found["train_micro_batch_size_per_gpu"] == 1
+    assert found["scheduler"]["params"]["warmup_type"] == "log"
+    lowtide.Config.load(found, fill={"scheduler.params.total_num_steps": 10})
 
 
 def test_the_picture_ends_at_half_as_much_again_as_the_device_has(

@@ -170,13 +170,14 @@ class DeepSpeedCheckpoint:
         """Return the state of float16's loss scaler."""
         of = self._parts[0] if self._parts else self._main.get("optimizer") or {}
         found = vars(of["loss_scaler"]) if isinstance(of.get("loss_scaler"), _Unknown) else of  # stage 0 has no object
-        # DeepSpeed raises the scale when this count is a multiple of the window.
+        # DeepSpeed raises the scale in the step after this count is a multiple of the window, lowtide in the step that
+        # makes it a multiple.
         since = int(found.get("cur_iter", 0)) - int(found.get("last_overflow_iter", -1)) - 1
         return {
             "is_dynamic": bool(of.get("dynamic_loss_scale", False)),
             "scale": float(found.get("cur_scale", 1.0)),
             "overflows_left": int(found.get("cur_hysteresis", 1)),
-            "steps_without_overflow": max(0, since % max(1, int(found.get("scale_window", 1000)))),
+            "steps_without_overflow": max(0, since - 1) % max(1, int(found.get("scale_window", 1000))),
         }
 
     def _read_whole(self, optimizer: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:

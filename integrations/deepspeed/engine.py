@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -337,8 +338,9 @@ class DeepSpeedEngine(nn.Module):
         return self._step_applied
 
     def get_global_grad_norm(self) -> float | None:
-        """Return the gradient norm of the last step before clipping, None before the first step."""
-        return None if self._grad_norm is None else float(self._grad_norm)
+        """Return the last step's gradient norm before clipping: None before the first step, inf of a skipped step."""
+        norm = None if self._grad_norm is None else float(self._grad_norm)
+        return math.inf if norm is not None and math.isnan(norm) else norm
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: `backward` has reduced the gradients."""

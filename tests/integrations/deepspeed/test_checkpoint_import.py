@@ -102,11 +102,12 @@ def test_parameters_of_stage_0_are_found_by_shape(tmp_path: Path, first: int) ->
     content["module"] = {name: value.bfloat16() for name, value in module.items()}
     content["module"]["tied"] = content["module"]["a.weight"]
     inner = {"state": state, "param_groups": groups}
-    scale = {"dynamic_loss_scale": True, "cur_scale": 64.0}
+    scale = {"dynamic_loss_scale": True, "cur_scale": 64.0, "cur_iter": 12, "last_overflow_iter": 1, "scale_window": 5}
     content["optimizer"] = {"optimizer_state_dict": inner, "fp32_groups": masters, **scale}
     torch.save(content, path)
     found = read_deepspeed(tmp_path / "saved")
     assert found.aliases == {"tied": "a.weight"} and found.loss_scaler["scale"] == 64.0
+    assert found.loss_scaler["steps_without_overflow"] == 4  # the next step raises the scale, after 2 x 5 steps
     if first == 6:  # 'a.bias' and 'b.0.bias' have one shape, and are the next of their groups
         assert found.groups == [] and found.states == {} and set(found.weights) == set(names)
         return

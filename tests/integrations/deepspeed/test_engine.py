@@ -375,6 +375,7 @@ def test_the_loss_scaler_tells_the_scale(fp16: dict[str, Any], scales: list[floa
         assert scaler == optimizer.loss_scale_config and scaler.loss_scale == optimizer.cur_scale == scaler.cur_scale
         assert scaler.dynamic == optimizer.dynamic_loss_scale == optimizer.needs_scaler() == ("loss_scale" not in fp16)
         assert (scaler.cur_scale, scaler.cur_iter, optimizer.overflow) == (scales[number], number + 1, number == 1)
+        assert (engine.get_global_grad_norm() == float("inf")) == (number == 1)
     assert optimizer.leaf_parameters == {model: [model.weight, model.bias]}
     assert "cannot assign to field 'cur_scale'" in refusal(setattr, scaler, "cur_scale", 2.0, kind=AttributeError)
     said = "'DeepSpeedOptimizer' object has no attribute 'scaler'"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer
+from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer, use_device
 from .archive import MAX_VALUES_BYTES, checksum_of, write_tensor
 from .chunk_view import ChunkView
 from .files import data_name, index_name
@@ -59,6 +59,7 @@ class Snapshot:
         else:
             memory = pool.take(sum(sizes))
             self._give_back = partial(pool.give, memory)
+        self._device = device
         self.chunk_views: list[ChunkView] = []
         try:
             self._copy(chunk_views, sizes, memory)
@@ -78,6 +79,7 @@ class Snapshot:
 
     def wait(self) -> None:
         """Wait until the copies are complete. For the writing thread."""
+        use_device(self._device)
         if self._copied is not None:
             self._copied.synchronize()
 

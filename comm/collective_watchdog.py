@@ -112,6 +112,8 @@ class CollectiveWatchdog:
                 return True
             # Recorded only now, which costs a running training nothing: it comes behind the operation in its stream.
             if self._asked is None or self._asked[0] is not call:
+                # torch sets this thread's device again afterwards. Device 0, as it begins, would get a context.
+                torch.accelerator.set_device_index(self._device)
                 self._asked = call, torch.Event(self._device)
                 self._asked[1].record(call.stream)
             if self._asked[1].query():

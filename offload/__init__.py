@@ -8,7 +8,7 @@ from .host_memory import HostPool, OffloadError, allocate_host, host_is_pinned, 
 from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
-from .store import FINISHED, HostStore, Memory, Store, StoredRange, Transfer
+from .store import FINISHED, HostStore, Memory, Store, StoredRange, Transfer, use_device
 from .tensor_chunk import TensorChunk, TensorShard
 from .window import Offloadable, OldVersion, Window
 
@@ -46,4 +46,5 @@ __all__ = [
     "keep_heap",
     "sent",
     "trim_heap",
+    "use_device",
 ]

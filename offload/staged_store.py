@@ -27,6 +27,7 @@ from .store import (
     copy_on,
     stream_waits,
     unknown_key_error,
+    use_device,
 )
 
 _NUM_THREADS = 4  # a thread only waits for a key; the inner store does the work
@@ -71,7 +72,7 @@ class StagedStore:
             # Here, not in the thread: the caller may free or change the values after `wait`, which awaits only this.
             copied = self._copy(values, into=buffer, device=values.device, after=self._now(values.device))
             self._sizes[key] = values.numel()
-            future = self._begin(key, partial(self._write, key, buffer, copied))
+            future = self._begin(key, partial(self._write, key, buffer, copied, values.device))
 
             def wait() -> None:
                 if copied is not None:
@@ -126,8 +127,9 @@ class StagedStore:
         self._running.append((key, future))
         return future
 
-    def _write(self, key: str, buffer: Tensor, copied: torch.Event | None) -> None:
+    def _write(self, key: str, buffer: Tensor, copied: torch.Event | None, device: torch.device) -> None:
         try:
+            use_device(device)
             if copied is not None:
                 copied.synchronize()
             self._store.save(key, buffer).wait()
@@ -136,6 +138,7 @@ class StagedStore:
 
     def _read(self, key: str, buffer: Tensor, out: Tensor, asked: torch.Event | None) -> None:
         try:
+            use_device(out.device)
             self._store.load(key, buffer).wait()
             copied = self._copy(buffer, into=out, device=out.device, after=asked)
             if copied is not None:

@@ -199,6 +199,15 @@ def copy_on(stream: torch.Stream, values: Tensor, out: Tensor) -> torch.Event:
         torch.accelerator.set_device_index(index)
 
 
+def use_device(device: torch.device) -> None:
+    """Set the thread's current device, which begins as device 0.
+
+    torch sets it again after it has recorded, awaited or freed an event, which takes memory of device 0 for a context.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
+
+
 def stream_waits(device: torch.device, event: torch.Event) -> None:
     """Let later work on the device's current stream wait for the event."""
     torch.accelerator.current_stream(device).wait_event(event)

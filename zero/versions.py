@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..offload import OldVersion, huge_zeros
+from ..offload import OldVersion, huge_zeros, use_device
 from .group import ShardedGroup, values_of
 from .host_update import HostUpdate
 
@@ -84,7 +84,7 @@ class UpdateThread:
     def __init__(self, device: torch.device) -> None:
         """device: of the model."""
         self._device = device
-        self._thread = ThreadPoolExecutor(1, "lowtide update", partial(_use, device))
+        self._thread = ThreadPoolExecutor(1, "lowtide update", partial(use_device, device))
         self._stream: torch.Stream | None = None  # made by the first update
         self._running: list[Running] = []
 
@@ -143,12 +143,6 @@ class UpdateThread:
     def close(self) -> None:
         """Wait for the updates, and end the thread."""
         self._thread.shutdown()
-
-
-def _use(device: torch.device) -> None:
-    """Set the thread's current device, which begins as device 0."""
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
 
 
 class Speculation:

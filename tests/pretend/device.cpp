@@ -18,9 +18,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   DeviceIndex deviceCount() const override { return kDevices; }
   void setCurrentDevice(DeviceIndex device) const override { Streams().setDevice(Device(kPretend, device)); }
   DeviceIndex getCurrentDevice() const override { return current_device; }
-  DeviceIndex exchangeDevice(DeviceIndex device) const override { return std::exchange(current_device, device); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override {
+    return Streams().exchangeDevice(Device(kPretend, device)).index();
+  }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
-    return device < 0 ? current_device : exchangeDevice(device);
+    return device < 0 ? current_device : std::exchange(current_device, device);
   }
   const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(DeviceIndex device) const override { return new_generator(device); }
@@ -103,6 +105,9 @@ TORCH_LIBRARY_IMPL(pretend, PrivateUse1, m) {
 extern "C" {
 
 void pretend_on_wait(int (*hook)(const char*)) { wait_hook = hook; }
+
+// The devices that threads have made current since the last call, a bit for each.
+uint64_t pretend_opened() { return opened_devices.exchange(0); }
 
 // Whether memory that is taken from now on may have the addresses of what was freed.
 void pretend_reuse(int reuses) {

@@ -74,6 +74,7 @@ def _library() -> ctypes.CDLL:
     library.pretend_issue.argtypes = [ctypes.c_int, ctypes.c_int64, _TASK, ctypes.c_int64]
     library.pretend_on_wait.argtypes = [_HOOK]
     library.pretend_on_call.argtypes = [_TASK]
+    library.pretend_opened.restype = ctypes.c_uint64
     library.pretend_reuse.argtypes = [ctypes.c_int]
     from tests.pretend import torch_pretend  # it asks the library
 
@@ -126,6 +127,12 @@ def _note(why: bytes) -> int:
 
 
 _ON_WAIT = _HOOK(_note)
+
+
+def opened() -> set[int]:
+    """The devices that threads have made current since the last call, each of which has a context then on CUDA."""
+    bits = _library().pretend_opened()
+    return {index for index in range(bits.bit_length()) if bits >> index & 1}
 
 
 def open_for_host(tensor: Tensor) -> Tensor:

@@ -105,6 +105,7 @@ State& state() {
 using Guard = std::lock_guard<std::mutex>;
 
 thread_local DeviceIndex current_device = 0;
+std::atomic<uint64_t> opened_devices{0};  // a bit for each device that a thread has made current
 thread_local StreamId current_streams[kDevices] = {};
 
 // Holds the turn to run tasks.

@@ -30,7 +30,15 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
   Device getDevice() const override { return Device(kPretend, current_device); }
   void setDevice(Device device) const override {
     TORCH_CHECK(device.index() < kDevices, "there is no ", device);
+    // As CUDA makes a context.
+    if (device.index() >= 0 && device.index() != current_device) opened_devices |= uint64_t{1} << device.index();
     uncheckedSetDevice(device);
+  }
+  // CUDA's functions for events make the device current, and then the one before.
+  void visit(DeviceIndex device) const {
+    const auto before = getDevice();
+    setDevice(Device(kPretend, device));
+    setDevice(before);
   }
   void uncheckedSetDevice(Device device) const noexcept override {
     if (device.index() >= 0) current_device = device.index();
@@ -49,15 +57,20 @@ struct Streams final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const Stream stream) const override { return (void*)stream.id(); }
   DeviceIndex deviceCount() const noexcept override { return kDevices; }
-  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete (Event*)event; }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    if (event) visit(((Event*)event)->device);
+    delete (Event*)event;
+  }
   void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
     delete (Event*)*event;
+    visit(stream.device_index());
     const auto number = issued(stream.device_index(), stream.id());
     const Key key{stream.device_index(), stream.id()};
     *event = new Event{key.first, key.second, number, clock_of(key), std::chrono::steady_clock::now()};
   }
   void block(void* event, const Stream& stream) const override {
     if (!event) return;
+    visit(stream.device_index());
     const auto first = *(Event*)event;
     stream_waits({stream.device_index(), stream.id()}, first.clock);
     issue(stream.device_index(), stream.id(), [first] { force(first.device, first.stream, first.number); });

@@ -1,8 +1,10 @@
 """An update on the host goes on beside the device's work."""
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -10,12 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from lowtide.checkpoint.chunk_view import ChunkView
+from lowtide.checkpoint.writer import Snapshot
+from lowtide.comm.collective_watchdog import CollectiveWatchdog
 from lowtide.engine.step.step_sums import SummedStep
-from lowtide.offload import HostCopies
+from lowtide.offload import FileStore, HostCopies, HostPool, StagedStore
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.host_update import HostUpdate
 from lowtide.zero.optimizer import ShardedOptimizer
 from tests.kit.ranks import on_device
+from tests.pretend import device as pretend
 from tests.pretend.host_order import Event, check_order
 from tests.pretend.test_host_waits import PRECISIONS, WIDTH, Net, make_engine, train_step
 
@@ -69,6 +75,47 @@ def test_two_threads_copy_at_once() -> None:
         first = copied(begin_both)
         may_end.set()
         assert first == second[0].result() == [1.0] * 3
+
+
+def keep_in_a_file(values: Tensor, folder: Path) -> None:
+    store = StagedStore(FileStore(folder, 0), HostPool(pinned=True))
+    store.save("key", values).wait()
+    store.load("key", values).wait()
+    store.close()
+
+
+def write_a_checkpoint(values: Tensor, folder: Path) -> None:
+    snapshots = [Snapshot([ChunkView("values", (3,), 0, values)], HostPool(pinned=True), values.device)]
+
+    def write() -> None:
+        snapshot = snapshots.pop()  # the thread frees its event
+        snapshot.wait()
+        snapshot.drop()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(write).result()
+
+
+def watch(values: Tensor, folder: Path) -> None:
+    watchdog = CollectiveWatchdog()
+    watchdog.start(1, values.device, 0.8)
+    watchdog.begin("gather of unit (rest)", [0], lambda others: "", waits=True)
+    watchdog.end()
+    deadline = time.monotonic() + PATIENCE
+    while watchdog._asked is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watchdog.stop()
+
+
+@pytest.mark.parametrize("act", [keep_in_a_file, write_a_checkpoint, watch])
+@on_device()
+def test_a_thread_takes_no_memory_of_another_device(act: Callable[[Tensor, Path], None], tmp_path: Path) -> None:
+    """It begins with device 0, which is that of another rank."""
+    with torch.accelerator.device_index(1):
+        values = torch.ones(3, dtype=torch.uint8, device="pretend:1")
+        pretend.opened()
+        act(values, tmp_path)
+        assert pretend.opened() <= {1}
 
 
 class Record:

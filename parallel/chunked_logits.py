@@ -17,9 +17,8 @@ With a vocabulary that is split over ranks, no rank holds its part of the logits
               a gather of these three numbers -> loss, and lse = log sum_v exp x[t, v] of all ranks
     backward  each tile: x again, d = (exp(x - lse) - onehot(target)) dloss -> dh = d w, dw += d^T h
 
-The gradient of a tile's logits needs lse of all ranks, so the backward computes it, with a second product. The
-collective is the same as in `_CrossEntropy` of `vocab_parallel.py`. dh is a term of a sum over the ranks; the head's
-input sums it.
+The gradient of a tile's logits needs lse of all ranks, so the backward computes it, with a second product. dh is a term
+of a sum over the ranks; the head's input sums it. Logits that the head has computed are a single tile, with x = h.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from torch.utils._pytree import tree_map
 
 from ..comm import Collectives
 from ..kernels.cross_entropy import cross_entropy as fused_cross_entropy
-from ..kernels.dispatch import Backend, has_autocast, product_dtype
+from ..kernels.dispatch import Backend, has_autocast, once_differentiable, product_dtype
 from ..kernels.linear_cross_entropy import add_product_, linear_cross_entropy
 from ..model.compiled import untraced
 from ..model.patches import ModelPatches
@@ -322,8 +321,8 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
 }
 
 
-def tiled_cross_entropy(
-    logits: ChunkedLogits,  # (tokens, local vocabulary)
+def split_cross_entropy(
+    logits: Tensor,  # (tokens, local vocabulary), lazy or not
     target: Tensor,  # (tokens,)
     first: int,
     ignore_index: int,
@@ -333,23 +332,29 @@ def tiled_cross_entropy(
 
     See [Note: tiles of a split head].
     """
-    hidden, weight, bias = logits.hidden, logits.weight, logits.bias
-    # By hand: the backward of an autograd.Function runs without autocast, and must make the same products.
-    if has_autocast(hidden):
-        dtype = product_dtype(hidden)
-        hidden, weight = hidden.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    tile = logits.head.tile(hidden)
-    found: Tensor = _TiledCrossEntropy.apply(hidden, weight, bias, target, first, ignore_index, exchange, tile)  # type: ignore[no-untyped-call]
+    hidden, weight, bias, tile = logits, None, None, max(1, logits.shape[0])
+    if isinstance(logits, ChunkedLogits):
+        hidden, weight, bias, tile = logits.hidden, logits.weight, logits.bias, logits.head.tile(logits.hidden)
+        # By hand: the backward of an autograd.Function runs without autocast, and must make the same products.
+        if has_autocast(hidden):
+            dtype = product_dtype(hidden)
+            hidden, weight = hidden.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
+    found: Tensor = _SplitCrossEntropy.apply(hidden, weight, bias, target, first, ignore_index, exchange, tile)  # type: ignore[no-untyped-call]
     return found
 
 
-class _TiledCrossEntropy(torch.autograd.Function):
+def _logits_to_change(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the logits of a tile, in memory of their own. weight: None if `hidden` are the logits."""
+    return hidden.to(dtype, copy=True) if weight is None else functional.linear(hidden, weight, bias).to(dtype)
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
-        weight: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         target: Tensor,
         first: int,
@@ -359,12 +364,12 @@ class _TiledCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         own = target - first
         counts = target != ignore_index
-        is_own = (own >= 0) & (own < weight.shape[0]) & counts
+        is_own = (own >= 0) & (own < (hidden.shape[1] if weight is None else weight.shape[0])) & counts
         own = own.where(is_own, 0)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         numbers = torch.empty(3, hidden.shape[0], dtype=wide, device=hidden.device)
         for part in even_tiles(hidden.shape[0], tile):
-            x = functional.linear(hidden[part], weight, bias).to(wide)
+            x = _logits_to_change(hidden[part], weight, bias, wide)
             numbers[0, part] = x.amax(dim=1)
             # Before the exponentials, which overwrite x.
             numbers[2, part] = x.gather(1, own[part, None])[:, 0].where(is_own[part], 0)
@@ -379,22 +384,24 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return (lse - parts[:, 2].sum(dim=0)).where(counts, 0)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dloss: Tensor) -> Any:
         hidden, weight, bias, own, is_own, counts, lse = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         scale = dloss * counts
-        dhidden = torch.empty_like(hidden) if needs_hidden else None
+        dhidden = torch.empty_like(hidden) if needs_hidden and weight is not None else None
         dweight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device) if needs_weight else None
         dbias = torch.zeros(weight.shape[0], dtype=lse.dtype, device=weight.device) if needs_bias else None
         for part in even_tiles(hidden.shape[0], ctx.tile):
-            d = functional.linear(hidden[part], weight, bias).to(lse.dtype)
+            d = _logits_to_change(hidden[part], weight, bias, lse.dtype)
             d.sub_(lse[part, None]).exp_().mul_(scale[part, None])
             d.scatter_add_(1, own[part, None], -(scale[part] * is_own[part])[:, None])
             if dbias is not None:
                 dbias += d.sum(dim=0)
             d = d.to(hidden.dtype)
-            if dhidden is not None:
+            if weight is None:
+                dhidden = d
+            elif dhidden is not None:
                 torch.mm(d, weight, out=dhidden[part])
             if dweight is not None:
                 add_product_(dweight, d, hidden[part])

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.stateless import _reparametrize_module
 
 from ..kernels.linear_layers import is_conv1d
 from ..model.compiled import untraced
@@ -184,7 +185,10 @@ class _Work:
         sums: list[Tensor | None] = [None] * len(params)
         rows, dys = _as_tokens(x), _as_tokens(dy)
         dx = torch.empty_like(rows, memory_format=torch.contiguous_format) if needs_x else None
-        with _replaced(self.module, params, aliases), self._as_before(), self._buffers, torch.enable_grad():
+        # Neither hooks nor `.grad` of the parameters are touched.
+        named = {name: alias for (name, _), alias in zip(self.module.named_parameters(), aliases, strict=True)}
+        replaced = _reparametrize_module(self.module, named, tie_weights=True)
+        with replaced, self._as_before(), self._buffers, torch.enable_grad():
             for part in even_tiles(rows.shape[-2], self.tile):
                 piece = rows[..., part, :].detach().requires_grad_(needs_x)
                 made = self._made(piece.view_as(piece))  # see [Note: hooks in tiles]
@@ -255,25 +259,6 @@ def _add(sums: list[Tensor | None], index: int, gradient: Tensor | None) -> None
         sums[index] = gradient.to(wide) if gradient.dtype != wide else gradient
     else:
         total += gradient
-
-
-@contextmanager
-def _replaced(module: nn.Module, params: Sequence[nn.Parameter], aliases: Sequence[Tensor]) -> Iterator[None]:
-    """Let the module compute with the aliases, so that neither hooks nor `.grad` of the parameters are touched."""
-    by_id = {id(param): alias for param, alias in zip(params, aliases, strict=True)}
-    places = [
-        (part._parameters, name, param)
-        for part in module.modules()
-        for name, param in part._parameters.items()
-        if param is not None
-    ]
-    try:
-        for owner, name, param in places:
-            owner[name] = by_id[id(param)]  # type: ignore[assignment]
-        yield
-    finally:
-        for owner, name, param in places:
-            owner[name] = param
 
 
 def _check_each_token(name: str, module: nn.Module, inner: Callable[[Tensor], Any], x: Tensor) -> None:

@@ -241,12 +241,11 @@ class DeepSpeedCheckpoint:
             part["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"] for part in self._parts
         ]
         bases = [part["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for part in self._parts]
-        concatenate = self._concatenate_rows if is_stage_3 else self._concatenate_shards
         parts_of = self._sub_groups(shapes, masters[0]) if is_stage_3 and masters[0] else shapes
         if (fewest := min(map(len, masters))) < len(parts_of):
             raise CheckpointError(f"{self._path}: expected {len(parts_of)} flat groups on each rank, found {fewest}")
         for index, group in enumerate(parts_of):
-            concatenate([master[index].reshape(-1) for master in masters], group, self.weights)
+            self._join([master[index] for master in masters], group, self.weights, is_stage_3)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
             for key, value in states[0].items():
                 if key == _STEP:
@@ -254,7 +253,7 @@ class DeepSpeedCheckpoint:
                 # A state of the shard's size belongs to its elements. A scalar belongs to no parameter.
                 elif isinstance(value, Tensor) and value.numel() == masters[0][index].numel():
                     whole: dict[str, Tensor] = {}
-                    concatenate([state[key].reshape(-1) for state in states], group, whole)
+                    self._join([state[key] for state in states], group, whole, is_stage_3)
                     for name, values in whole.items():
                         self.states.setdefault(name, {})[key] = values
         options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
@@ -285,38 +284,26 @@ class DeepSpeedCheckpoint:
                     left = flats[len(found)].numel()
                     found.append({})
                 found[-1][name] = shape
-                left -= self._row(shape)
+                left -= _row(shape, len(self._parts))
         return found
 
-    def _row(self, shape: Sequence[int]) -> int:
-        """Return the number of elements of a parameter on each rank at stage 3."""
-        return -(-math.prod(shape) // len(self._parts))
-
-    def _concatenate_shards(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
-        flat = torch.cat([part.float() for part in parts])
+    def _join(
+        self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor], is_stage_3: bool
+    ) -> None:
+        flats = [part.reshape(-1).float() for part in parts]
+        if not is_stage_3:
+            flats = [torch.cat(flats)]  # of whole parameters
         offset = 0
         for name, shape in group.items():
-            numel = math.prod(shape)
-            if offset + numel > flat.numel():
+            row = _row(shape, len(flats))
+            if offset + row > flats[0].numel():
+                each = " on each rank" if is_stage_3 else ""
                 raise CheckpointError(
-                    f"{self._path}: expected {offset + numel} elements for '{name}', found {flat.numel()}"
+                    f"{self._path}: expected {offset + row} elements{each} for '{name}', found {flats[0].numel()}"
                 )
-            # Copied, or each parameter would keep the whole flat group in memory.
-            out[name] = flat[offset : offset + numel].view(tuple(shape)).clone()
-            offset += numel
-
-    def _concatenate_rows(self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor]) -> None:
-        offset = 0
-        for name, shape in group.items():
-            numel = math.prod(shape)
-            row = self._row(shape)
-            if offset + row > parts[0].numel():
-                raise CheckpointError(
-                    f"{self._path}: expected {offset + row} elements on each rank for '{name}', "
-                    f"found {parts[0].numel()}"
-                )
-            whole = torch.cat([part[offset : offset + row].float() for part in parts])
-            out[name] = whole[:numel].view(tuple(shape)).clone()
+            whole = torch.cat([flat[offset : offset + row] for flat in flats])
+            # Copied, or each parameter would keep its padding in memory.
+            out[name] = whole[: math.prod(shape)].view(tuple(shape)).clone()
             offset += row
 
     def _read_frozen(self) -> None:
@@ -336,6 +323,11 @@ def _of_layers(files: Sequence[Path]) -> dict[str, Any]:
         assert number is not None
         found |= {f"{int(number[1])}.{name}": value for name, value in load_pickle(file).items()}
     return found
+
+
+def _row(shape: Sequence[int], num_ranks: int) -> int:
+    """Return the number of elements of a parameter on each rank at stage 3."""
+    return -(-math.prod(shape) // num_ranks)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

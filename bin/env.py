@@ -167,7 +167,7 @@ def _cuda(num_devices: int) -> str:
         raise ValueError(f"torch {torch.__version__} is built without CUDA{hint}")
     if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         raise ValueError("CUDA_VISIBLE_DEVICES is empty, which hides all devices")
-    raise ValueError("torch finds no device" + ("; check the version of the driver" if num_devices else ""))
+    raise ValueError("torch finds no CUDA device" + ("; check the version of the driver" if num_devices else ""))
 
 
 def _nccl() -> str:

@@ -88,7 +88,9 @@ def test_attention_is_counted_as_torch_counts_it(build: Any) -> None:
     ids = torch.arange(14).view(2, 7)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids)[0].sum().backward()
-    found = counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+    counts = {name: kinds.get(torch.ops.aten.bmm, 0) for name, kinds in counter.get_flop_counts().items()}
+    # Some versions of transformers multiply to get the angles of positions.
+    found = counts["Global"] - sum(count for name, count in counts.items() if name.endswith(".rotary_emb"))
     width = ModelFlops.of(model).attention_width
     assert found == 12 * width * ids.numel() * 7 and width > 0
     flops = ModelFlops(3, width)

@@ -269,9 +269,10 @@ def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
 
 
 WHOLE = "expected PEFT's LoRA without DoRA on split linear layers, found a"
+EMBEDDING = TENSOR | {"tensor_parallel": {"plan": {"embed_tokens.base_layer": "vocabulary"}}}
 REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [  # layers, of LoRA, config, text
     (LAYERS, {"use_dora": True}, TENSOR, (f"{WHOLE} Linear on '", "q_proj'")),
-    (["embed_tokens"], {}, TENSOR, (f"{WHOLE} Embedding on ", "(target_modules)")),
+    (["embed_tokens"], {}, EMBEDDING, (f"{WHOLE} Embedding on ", "(target_modules)")),
     (LAYERS, {}, PARTS, ("tensor_sequence: expected split layers without adapters, found an adapter at '", "q_")),
 ]
 

@@ -3,7 +3,7 @@
     python examples/huggingface_finetune.py --output_dir runs/tuned --lowtide zero3
     lowtide launch --nproc 2 examples/huggingface_finetune.py --output_dir runs/tuned --lowtide zero3 --bf16
     lowtide launch --nproc 2 examples/huggingface_finetune.py --output_dir runs/tuned --lowtide zero3 \\
-        --model runs/tuned --data my_text.txt --eval_strategy epoch --activation_checkpointing
+        --model runs/tuned --data my_text.txt --eval_strategy epoch
 
 Without --model a small Llama over bytes begins anew; without --data it learns the text of Python's standard library.
 Every other argument is one of transformers.TrainingArguments.

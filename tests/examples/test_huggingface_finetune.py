@@ -17,8 +17,11 @@ def test_it_trains_saves_and_tunes_what_it_has_saved(tmp_path: Path, capsys: pyt
     text.write_text("the tide comes in, the tide goes out. " * 40, encoding="utf-8")
     arguments = [*SIZE, "--data", str(text), "--lowtide", "zero3", "--learning_rate", "0.01", "--max_steps", "6"]
     first = huggingface_finetune.main([*arguments, "--output_dir", str(tmp_path / "one")])
-    again = ["--model", str(tmp_path / "one"), "--output_dir", str(tmp_path / "two"), "--activation_checkpointing"]
-    then = huggingface_finetune.main([*arguments, *again])
+    again = ["--model", str(tmp_path / "one"), "--output_dir", str(tmp_path / "two")]
+    fields = transformers.TrainingArguments.__dataclass_fields__
+    # Versions of transformers name it differently.
+    checkpointing = "activation" if "activation_checkpointing" in fields else "gradient"
+    then = huggingface_finetune.main([*arguments, *again, f"--{checkpointing}_checkpointing"])
     assert then["eval_loss"] < first["eval_loss"]
     assert f"the model is in {tmp_path / 'two'}" in capsys.readouterr().out
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "two").config.vocab_size == 256

@@ -73,7 +73,8 @@ def is_deepspeed_checkpoint(path: Path) -> bool:
 def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
     """Read the checkpoint with this tag, or the latest. `folder` may be the checkpoint itself.
 
-    Raises NoCheckpointError without a checkpoint, CheckpointError if it is damaged or has several model-parallel ranks.
+    Raises NoCheckpointError without a checkpoint, CheckpointError if it is damaged, has several model-parallel ranks or
+    experts.
     """
     path = _find(folder, tag)
     files = sorted(path.glob("mp_rank_*_model_states.pt"))
@@ -85,6 +86,11 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
     if has_model_ranks or (len(files) > 1 and not layers):
         raise CheckpointError(
             f"{path}: expected one rank of model parallelism, found several. Merge them with DeepSpeed first"
+        )
+    if experts := sorted(path.glob("layer_*_expert_*_model_states.pt")):
+        raise CheckpointError(
+            f"{path}: expected no experts of deepspeed.moe, found {len(experts)} ({experts[0].name}, ...). Collect the "
+            "weights under the names of your model, torch.save them as pytorch_model.bin, and import its folder"
         )
     main = load_pickle(files[0] if files else by_rank[0])
     module = _of_layers(layers) if layers else main["module"]

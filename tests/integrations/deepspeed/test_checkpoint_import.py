@@ -137,6 +137,15 @@ def test_stage_3_without_files_of_the_optimizer_is_told(tmp_path: Path) -> None:
     assert text.endswith("expected the values of 10 parameters ('a.weight') in files of the optimizer, found none")
 
 
+def test_experts_in_files_beside_the_model_are_told(tmp_path: Path) -> None:
+    """The file of the model lacks them, and a rank's flat groups have those of this rank alone."""
+    shutil.copytree(DATA / "stage0", tmp_path / "saved")
+    (tmp_path / "saved" / "global_step12" / "layer_0_expert_0_mp_rank_00_model_states.pt").touch()
+    text = refusal(read_deepspeed, tmp_path / "saved", kind=CheckpointError)
+    assert "expected no experts of deepspeed.moe, found 1 (layer_0_expert_0_mp_rank_00_model_states.pt, ...)" in text
+    assert text.endswith("torch.save them as pytorch_model.bin, and import its folder")
+
+
 @pytest.mark.parametrize("name", ["stage2_bf16", "stage3"])
 def test_a_universal_checkpoint_has_masters_and_states_in_files(tmp_path: Path, name: str) -> None:
     """As `ds_to_universal` writes them: at stage 3 flat and padded, else with their shape in a dictionary."""

@@ -63,7 +63,8 @@ class Planner:
         # An optimizer object passed to initialize is unknown here: most are Adam, and none has more states.
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
-        self.num_blocks = len(model_blocks.find_blocks(model))  # the largest number of pipeline stages
+        # The largest number of pipeline stages. A model without a list of blocks is a single stage.
+        self.num_blocks = max(1, len(model_blocks.find_blocks(model)))
         self._make_profiler, self._alike = make_profiler, AlikePlaces()
         self._made: dict[tuple[str, Hashable], Any] = {}
         self._known: dict[str, Any] = {}  # parts of a blueprint that depend on the model alone

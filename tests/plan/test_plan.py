@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import lowtide
 from lowtide.bin import planned
@@ -83,6 +84,14 @@ def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], more: di
     config = {"train_batch_size": 2, "optimizer": ADAMW, "zero_optimization": zero}
     plan = of_tiny_gpt(config, world_size=1, device_memory=3e9 + 550_000, machine=Machine(host_bytes=1e4))
     assert plan.config["zero_optimization"] == {"stage": 3, **more} and plan.fits == ("offload_param" in folders)
+
+
+def test_a_model_without_blocks_is_a_single_stage() -> None:
+    batch = torch.ones(4, 8)
+    plan = lowtide.plan(
+        lambda: nn.Linear(8, 1), "auto", world_size=1, sample_batch=batch, loss_fn=lambda output, _: output.mean()
+    )
+    assert plan.fits and plan.num_choices > 1
 
 
 def test_shards_of_a_delayed_update_stay_on_the_device() -> None:

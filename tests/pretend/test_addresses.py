@@ -5,44 +5,28 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import lowtide
 from lowtide.comm.native import NativeTransport
 from lowtide.comm.p2p import P2P
-from tests.engine.test_blueprint import BF16, FP32, config_of
 from tests.kit import models
 from tests.kit.ranks import RankPool
+from tests.kit.training import Case, start
 from tests.pretend import device
 from tests.pretend.group import register
 
 WARM_UP, STEPS = 2, 3
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
-HOST = {"device": "cpu"}
 Seen = list[tuple[str, tuple[int, ...]]]  # what was used, and the addresses that it had, in the order of its use
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training. zero: more of the section `zero_optimization`; more: other sections.
-
-    between: what is done in front of each compared step; layers: of the model.
-    """
-
-    stage: int
-    more: dict[str, Any] = field(default_factory=dict)
-    zero: dict[str, Any] = field(default_factory=dict)
-    accumulation: int = 1
-    between: str = ""
-    layers: int = 3
 
 
 class Gpt(models.TinyGPT):
@@ -52,6 +36,22 @@ class Gpt(models.TinyGPT):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         return super().forward(ids, targets) * self.factor
+
+
+@dataclass(frozen=True)
+class Looked(Case):
+    """A training. between: what is done in front of each compared step."""
+
+    between: str = ""
+
+
+def at(
+    stage: int, more: dict[str, Any], accumulation: int = 1, between: str = "", layers: int = 3, **zero: Any
+) -> Looked:
+    """more: sections; zero: of the section `zero_optimization`."""
+    build = partial(Gpt, width=16, layers=layers)
+    config = {**more, "zero_optimization": zero, "kernels": {"fuse_modules": False}}
+    return Looked(build, models.token_batch, stage, accumulation, STEPS, config=config, between=between)
 
 
 @contextmanager
@@ -101,19 +101,13 @@ def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...], f
         module.factor = 1.0
 
 
-def differences(case: Case, folder: str) -> list[str]:
+def differences(case: Looked, folder: str) -> list[str]:
     gc.collect(), gc.collect()  # an engine has cycles: what the last one has left goes now, and not in a step
     rank = int(os.environ["RANK"])
-    torch.manual_seed(0)
-    config = config_of(case.stage, case.accumulation, "auto", zero=case.zero, **case.more)
-    steps: list[Seen] = [[] for _ in range(STEPS)]
-    with lowtide.initialize(
-        Gpt(width=16, layers=case.layers), {**config, "kernels": {"fuse_modules": False}}
-    ) as engine:
-        size = engine.data_size
+    steps: list[Seen] = [[] for _ in range(case.steps)]
+    with start(case) as engine:
         for step, seen in enumerate(steps):
-            batch = models.token_batch(step, 2 * case.accumulation * size)
-            own = tuple(one.chunk(size)[engine.data_rank] for one in batch)
+            own = case.share(engine, step)
             if step >= WARM_UP:
                 gc.collect()  # a step may leave no memory in cycles, which would go at any time
                 come_between(engine, case.between, own, folder)
@@ -128,45 +122,47 @@ def differences(case: Case, folder: str) -> list[str]:
     return wrong[:5]
 
 
-def differences_of_all(cases: list[Case], folder: str) -> list[str]:
+def differences_of_all(cases: list[Looked], folder: str) -> list[str]:
     register()
     os.chdir(folder)
     with device.reused_addresses():
         return [text for case in cases for text in differences(case, folder)]
 
 
-def assert_held(pool: RankPool, num_ranks: int, cases: list[Case], folder: Path) -> None:
+def assert_held(pool: RankPool, num_ranks: int, cases: list[Looked], folder: Path) -> None:
     found = pool(num_ranks, differences_of_all, cases, str(folder), process_group=False)
     wrong = [text for texts in found for text in texts]
     assert not wrong, "\n".join(wrong)
 
 
+HOST = {"device": "cpu"}
+FILE = {"device": "nvme", "nvme_path": "."}
+MOVED = {"offload": {**HOST, "min_bytes": 1}}
 PLAIN = [  # bf16 at the other stages is below
-    *(Case(stage, FP32, {}, 1 + stage % 2) for stage in (1, 3)),
-    *(Case(stage, BF16, {}, 2) for stage in (0, 2)),
-    Case(3, BF16, {"shard_size": 1}, 2),
+    *(at(stage, {}, 1 + stage % 2) for stage in (1, 3)),
+    *(at(stage, BF16, 2) for stage in (0, 2)),
+    at(3, BF16, 2, shard_size=1),
 ]
 BETWEEN = [
-    *(Case(stage, BF16, between=what) for stage, what in ((3, "evaluation"), (1, "checkpoint"))),
-    *(Case(stage, FP16, between="skipped step") for stage in (0, 3)),
+    *(at(stage, BF16, between=what) for stage, what in ((3, "evaluation"), (1, "checkpoint"))),
+    *(at(stage, FP16, between="skipped step") for stage in (0, 3)),
 ]
-FILE = {"device": "nvme", "nvme_path": "."}
 OFFLOADED = [
-    Case(1, BF16, {"offload_optimizer": HOST}),
-    Case(2, FP32, {"offload_optimizer": {**HOST, "ratio": 0.5}}, 2),
-    Case(2, FP16, {"offload_optimizer": {**HOST, "overlap": "speculative"}}),
-    Case(3, BF16, {"offload_optimizer": {**HOST, "overlap": "delayed", "delay_after_steps": 1}}),
-    Case(3, BF16, {"offload_param": HOST, "offload_optimizer": HOST}),  # see the docs for one without the other
-    Case(3, FP32, {"offload_param": FILE, "offload_optimizer": FILE}, 2),
-    Case(2, {**BF16, "activation_checkpointing": {"offload": {**HOST, "min_bytes": 1}}}),
-    Case(2, {**BF16, "activation_checkpointing": {"offload": {**HOST, "min_bytes": 1}}}, layers=2),  # all within limit
-    Case(3, {"activation_checkpointing": {"number_checkpoints": 2, "offload": {**HOST, "min_bytes": 1}}}),
-    Case(3, BF16, {"update_in_backward": True}),
+    at(1, BF16, offload_optimizer=HOST),
+    at(2, {}, 2, offload_optimizer={**HOST, "ratio": 0.5}),
+    at(2, FP16, offload_optimizer={**HOST, "overlap": "speculative"}),
+    at(3, BF16, offload_optimizer={**HOST, "overlap": "delayed", "delay_after_steps": 1}),
+    at(3, BF16, offload_param=HOST, offload_optimizer=HOST),  # see the docs for one without the other
+    at(3, {}, 2, offload_param=FILE, offload_optimizer=FILE),
+    at(2, {**BF16, "activation_checkpointing": MOVED}),
+    at(2, {**BF16, "activation_checkpointing": MOVED}, layers=2),  # all within limit
+    at(3, {"activation_checkpointing": {"number_checkpoints": 2, **MOVED}}),
+    at(3, BF16, update_in_backward=True),
 ]
-IN_GROUPS = [Case(3, FP32, {"zero_hpz_partition_size": 2})]
+IN_GROUPS = [at(3, {}, zero_hpz_partition_size=2)]
 PIPELINED = [
-    Case(stage, {**dtype, "parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}, {}, 4, layers=4)
-    for schedule, stage, dtype in (("interleaved", 2, BF16), ("zb-h1", 0, BF16), ("dualpipe-v", 1, FP32))
+    at(stage, {**dtype, "parallel": {"pipeline": 2}, "pipeline": {"schedule": schedule}}, 4, layers=4)
+    for schedule, stage, dtype in (("interleaved", 2, BF16), ("zb-h1", 0, BF16), ("dualpipe-v", 1, {}))
 ]
 KINDS = {
     "plain": (2, PLAIN),

@@ -1,11 +1,12 @@
 """The update on the host of what is on the device: sums that leave in order, backwards that add up, and its errors.
 
-That it gives the bits of an update on the device is asked in `test_parity.py`, and which bytes it takes in
+That it gives the bits of an update on the device is asked in `test_host_waits.py`, and which bytes it takes in
 `test_memory.py`.
 """
 
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +20,7 @@ from lowtide.zero.host_update import MAX_LEAVING, HostSum, HostUpdate
 from lowtide.zero.optimizer import ShardedOptimizer
 from tests.kit.models import mlp, vector_batch
 from tests.kit.ranks import on_device
-from tests.kit.training import refusal, settings
+from tests.kit.training import ADAMW, refusal, settings
 
 
 def config_of(stage: int, more: dict[str, Any] | None = None, **sections: Any) -> dict[str, Any]:
@@ -77,3 +78,52 @@ def test_an_update_that_failed_is_told_where_its_parameters_are_used() -> None:
 def test_a_caller_s_own_optimizer_stays_on_the_device() -> None:
     text = refusal(lowtide.initialize, mlp(), config_of(0, optimizer=None), optimizer=torch.optim.RMSprop)
     assert 'offload_optimizer.device: "cpu" needs an optimizer of the config' in text and text.endswith('set "none"')
+
+
+# -- who pins memory, and who asks an accelerator for anything --------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "section", "pins"),
+    [
+        ("auto", {"device": "cpu"}, True),
+        ("auto", {"device": "cpu", "pin_memory": False}, False),
+        ("cpu", {"device": "cpu"}, False),
+    ],
+)
+@on_device()
+def test_memory_is_pinned_for_an_accelerator_that_trains(device: str, section: dict[str, Any], pins: bool) -> None:
+    pinned = []
+    make = torch.empty
+
+    def empty(*shape: Any, **options: Any) -> torch.Tensor:
+        memory = make(*shape, **options)
+        if memory.is_pinned():
+            pinned.append(memory.nbytes)
+        return memory
+
+    zero = {"stage": 3, "offload_optimizer": section, "offload_param": section}
+    activations = {"offload": {"device": "cpu", "min_bytes": 1}} if section.get("pin_memory", True) else {}
+    config = {"device": device, "optimizer": ADAMW, "zero_optimization": zero, "activation_checkpointing": activations}
+    with patch.object(torch, "empty", empty):
+        engine = lowtide.initialize(mlp(), config)
+        engine.train_step(vector_batch(0, 1))
+        engine.close()
+    assert bool(pinned) == pins
+
+
+@on_device()
+def test_an_engine_on_the_cpu_leaves_the_accelerator_alone(tmp_path: Path) -> None:
+    device = torch.get_device_module("pretend")
+    untouched, held = device.get_rng_state(), torch.accelerator.memory_allocated()  # by what ran before
+    with (
+        patch.object(device, "get_rng_state", side_effect=AssertionError),
+        patch.object(torch.accelerator, "set_device_index", side_effect=AssertionError),
+    ):
+        engine = lowtide.initialize(mlp(), {"device": "cpu", "optimizer": ADAMW})
+        engine.train_step(vector_batch(0, 1))
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        engine.close()
+    assert torch.equal(device.get_rng_state(), untouched)
+    assert torch.accelerator.memory_allocated() == held

@@ -1,4 +1,7 @@
-"""A step waits for its device once, whatever it does: when the host is told of its sum, while the update runs."""
+"""A step waits for its device once, whatever it does: when the host is told of its sum, while the update runs.
+
+And its bits are those of the CPU.
+"""
 
 import gc
 import math
@@ -12,8 +15,18 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
-from tests.kit.features import FIRST_STEPS, MORE_WAITS, OF_THE_CPU, case_of, feature_sets, num_ranks, start_in
+from tests.kit.features import (
+    FIRST_STEPS,
+    MORE_WAITS,
+    OF_THE_CPU,
+    case_of,
+    feature_sets,
+    num_ranks,
+    start_in,
+    without_places,
+)
 from tests.kit.ranks import RankPool, on_device
+from tests.kit.training import Case, Outcome, start
 from tests.pretend import device, group, queues, values
 
 WIDTH = 32
@@ -68,22 +81,37 @@ def waits_of(act: Callable[[], object]) -> list[str]:
     return [str(wait) for wait in own if of_group.isdisjoint(frame.filename for frame in wait.stack)]
 
 
-def counts_of(names: Iterable[str], num_steps: int) -> list[list[str]]:
-    """The waits of each step of a training with these features, from a batch on the host, not pinned, with gaps."""
-    case = case_of(names)
-    with make_engine(case.build(), case.as_config()) as engine:
-        batch = [values.repeat_interleave(2, 1)[:, ::2] for values in case.share(engine, 0)]
-        return [waits_of(lambda: engine.train_step(batch)) for _ in range(num_steps)]
+def train_on(device: str, case: Case, num_steps: int) -> tuple[list[list[str]], Outcome]:
+    """The waits of each step, from a batch on the host, not pinned, with gaps; and what the training gave."""
+    waits, outcome = [], Outcome()
+    with start(case.at(case.stage, config={"device": device})) as engine:
+        for step in range(num_steps):
+            batch = [values.repeat_interleave(2, 1)[:, ::2] for values in case.share(engine, step)]
+            results: list[Any] = []
+            waits.append(waits_of(lambda: results.append(engine.train_step(batch))))  # noqa: B023
+            outcome.add(*results)
+        outcome.state = engine.state_dict()
+    return waits, outcome
+
+
+def on_the_cpu(names: Iterable[str], num_steps: int) -> Outcome:
+    """The numbers of the CPU, with all in memory, whose sums are in the order of the device's group."""
+    plain = without_places(names)
+    communication = {**plain.config.get("communication", {}), "transport": "native"}
+    return train_on("cpu", plain.at(plain.stage, config={"communication": communication}), num_steps)[1]
 
 
 def check_features(folder: Path, sets: Sequence[Sequence[str]]) -> list[str]:
-    """Sets with which a step waits more than once, and where."""
+    """Sets with which a step waits more than once, and where; and sets whose bits are not those of the CPU."""
     start_in(folder)
+    group.register()
     broken = []
     for names in sets:
         first = max(FIRST_STEPS.get(name, 0) for name in names)
-        waits = counts_of(names, first + (1 if first else 2))[first:]
-        broken += [f"{', '.join(names)}:\n{''.join(step)}" for step in waits if len(step) > 1]
+        num_steps = first + (1 if first else 2)
+        waits, outcome = train_on("pretend", case_of(names), num_steps)
+        broken += [f"{', '.join(names)}:\n{''.join(step)}" for step in waits[first:] if len(step) > 1]
+        broken += [f"{', '.join(names)}: {one}" for one in outcome.differences(on_the_cpu(names, num_steps))]
         gc.collect()
     return broken
 
@@ -95,7 +123,7 @@ SETS = {  # the first ones have each feature, and nine of ten pairs
 
 
 @pytest.mark.parametrize("size", SETS)
-def test_a_step_waits_once_with_all_features(pretend_ranks: RankPool, tmp_path: Path, size: int) -> None:
+def test_all_features_wait_once_and_have_bits_of_the_cpu(pretend_ranks: RankPool, tmp_path: Path, size: int) -> None:
     found = pretend_ranks(size, check_features, tmp_path, SETS[size], process_group=False, timeout=240)
     assert "\n".join(text for broken in found for text in broken) == ""
 
@@ -104,11 +132,14 @@ def test_a_step_waits_once_with_all_features(pretend_ranks: RankPool, tmp_path: 
 def test_what_waits_more_often_is_declared(tmp_path: Path) -> None:
     """That what is declared is so."""
     start_in(tmp_path)
+    group.register()
     for one in MORE_WAITS:
-        assert len(counts_of({"stage 3"} | ({one} if isinstance(one, str) else one), 1)[0]) > 1, one
+        case = case_of({"stage 3"} | ({one} if isinstance(one, str) else one))
+        assert len(train_on("pretend", case, 1)[0][0]) > 1, one
     for one, error in OF_THE_CPU.items():
+        case = case_of({"stage 3"} | ({one} if isinstance(one, str) else one))
         with pytest.raises(ValueError, match=error):
-            counts_of({"stage 3"} | ({one} if isinstance(one, str) else one), 0)
+            train_on("pretend", case, 0)
 
 
 def by_hand(engine: Engine, batch: Tensor) -> None:

@@ -29,7 +29,8 @@ from tests.engine.test_blueprint import BF16, FP32, config_of, frozen_gpt as gpt
 from tests.kernels.exact import to_limbs
 from tests.kit import models
 from tests.kit.grids import pairs
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import RankPool, on_device
+from tests.kit.training import settings
 from tests.pretend.group import register
 
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
@@ -339,3 +340,20 @@ def test_so_has_a_stage_of_a_pipeline(pretend_ranks: RankPool) -> None:
 def assert_held(by_rank: list[list[str]]) -> None:
     wrong = [text for texts in by_rank for text in texts]
     assert not wrong, "\n".join(wrong)
+
+
+@on_device(2)
+def test_a_recorded_step_has_the_peak_of_the_allocator() -> None:
+    """What its allocator counts is what the report says."""
+    register()
+    config = settings(3, train_micro_batch_size_per_gpu=8)
+    with lowtide.initialize(models.TinyGPT(width=64, layers=3), config) as engine:
+        for number in range(2):
+            engine.train_step(models.token_batch(number, 8))
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        with engine.record_memory():
+            engine.train_step(models.token_batch(2, 8))
+        report = engine.memory_report()
+        assert report.peak_bytes == pytest.approx(report.allocator_bytes, rel=0.1) and before, vars(report)
+        assert any(moment.startswith("backward of blocks.0") for moment, _ in report.samples)

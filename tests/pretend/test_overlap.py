@@ -1,4 +1,4 @@
-"""An update on the host goes on beside the device's work."""
+"""An update on the host, or one that is late, goes on beside the device's work."""
 
 import threading
 import time
@@ -20,6 +20,7 @@ from lowtide.offload import FileStore, HostCopies, HostPool, StagedStore
 from lowtide.zero.gradient import GroupGradient
 from lowtide.zero.host_update import HostUpdate
 from lowtide.zero.optimizer import ShardedOptimizer
+from lowtide.zero.versions import UpdateThread
 from tests.kit.ranks import on_device
 from tests.pretend import device as pretend
 from tests.pretend.host_order import Event, check_order
@@ -230,3 +231,26 @@ def test_an_error_while_gradients_leave_changes_nothing() -> None:
     for overlap in _LATE:
         fine, failed = trained(overlap, False), trained(overlap, True)
         assert all(torch.equal(a, b) for a, b in zip(fine, failed, strict=True)), overlap
+
+
+@on_device()
+def test_an_update_is_between_what_was_given_before_and_after_it() -> None:
+    """What comes after a delayed update has what it wrote; what it reads, it has from before.
+
+    Of a parameter on the device, from a gradient that the training's stream writes late.
+    """
+    device = torch.device("pretend", 0)
+    parameter, gradient = torch.zeros(3, device=device), torch.zeros(3, device=device)
+    torch.accelerator.synchronize()
+
+    def update() -> None:
+        parameter.copy_(gradient, non_blocking=True)
+
+    delayed = UpdateThread(device)
+    gradient.copy_(torch.full((3,), 7.0).pin_memory(), non_blocking=True)
+    delayed.start(update, [gradient])
+    assert delayed.wait() is None
+    after = parameter * 2  # the training goes on with it
+    delayed.end()
+    delayed.close()
+    assert after.tolist() == [14.0] * 3

@@ -1,8 +1,9 @@
-"""Layers and sequences that ranks split, and what one computes in tiles: the CPU's numbers, and one wait a step."""
+"""Layers, sequences and experts that ranks split, and what one computes in tiles: the CPU's numbers, and few waits."""
 
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -10,6 +11,7 @@ import lowtide
 from tests.kit import models
 from tests.kit.ranks import on_device
 from tests.kit.training import refusal
+from tests.parallel import test_expert_routing as experts
 from tests.parallel.test_sequence import batch_of as sequences_of, eager_llama, mistral
 from tests.parallel.test_split_training import PLAN
 from tests.parallel.test_tiles import MODELS
@@ -99,3 +101,42 @@ def test_other_batches_are_told_at_the_end_of_their_step() -> None:
         assert text.startswith("batch: expected the same batch on the 2 ranks of tensor (ranks 0, 1), found different")
         assert all(torch.equal(value, before[key]) for key, value in engine.state_dict().items())
         assert not engine.train_step(tokens(2, "")).skipped
+
+
+# -- experts -----------------------------------------------------------------------------------------------------------
+
+LAYERS = 2
+
+
+class Batched(experts.Experts):
+    """Asks nothing of its tensors, which a host would wait for."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        own = top_k_index.clamp(max=self.num_experts - 1)
+        inner = torch.tanh((self.up[own] * hidden_states[:, None, None]).sum(-1))
+        made = (self.down[own] * inner[:, :, None]).sum(-1) + self.shift[own]
+        weights = top_k_weights * (top_k_index < self.num_experts)
+        return (made * weights[..., None]).sum(1)
+
+
+def train_experts(config: dict[str, Any]) -> tuple[list[float], list[int]]:
+    """Norms, and how often the host waited for the device in each step."""
+    made = experts.model(LAYERS)
+    for layer in made.layers:
+        layer.__class__ = Batched
+    results: list[Any] = []
+    waits = []
+    with lowtide.initialize(made, {**experts.config_of(2), "zero_optimization": {"stage": 3}, **config}) as engine:
+        for step in range(4):
+            batch = experts.batch_of(step, engine.rank)
+            waits.append(len(waits_of(lambda: results.append(engine.train_step(batch)))))  # noqa: B023
+    return [result.grad_norm.item() for result in results], waits
+
+
+@on_device(2)
+def test_experts_have_the_values_of_the_cpu_and_wait_once_for_counts() -> None:
+    on_cpu, _ = train_experts({"device": "cpu", "communication": {"transport": "native"}})
+    register()
+    norms, waits = train_experts({"device": "pretend"})
+    assert norms == pytest.approx(on_cpu, rel=1e-9)
+    assert waits[-1] <= LAYERS + 1, "one for the counts of each layer, and that of every step"

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine
-from tests.kit import models, training
+from tests.kit import models
 from tests.kit.models import TinyGPT
 from tests.kit.ranks import RankPool, on_device
-from tests.kit.training import ADAMW, Case, Outcome, assert_close
+from tests.kit.training import ADAMW
 from tests.pretend.group import register
 from tests.zero.test_special_parameters import read_in_hooks, sums_beside_the_model
 
@@ -182,13 +182,6 @@ def export(make: Make, folder: str) -> list[Tensor]:
     return [*values.values(), *train(second), *state_of(second)]
 
 
-def recomputed(make: Make, folder: str) -> list[Tensor]:
-    """Activations are recomputed, and in host memory."""
-    section = {"number_checkpoints": 2, "offload": {**HOST, "min_bytes": 1}}
-    engine = make(stage=3, gradient_clipping=0.5, gradient_accumulation_steps=2, activation_checkpointing=section)
-    return [*train(engine), *state_of(engine)]
-
-
 HOST = {"device": "cpu"}
 USES: dict[str, Use] = {
     "loops of the caller's own": loops,
@@ -201,7 +194,6 @@ USES: dict[str, Use] = {
     "an optimizer of torch": own_optimizer,
     "a deferred model": deferred,
     "export": export,
-    "activations recomputed and in host memory": recomputed,
 }
 
 
@@ -218,33 +210,6 @@ def test_every_use_gives_the_bits_of_the_cpu(tmp_path: Path) -> None:
         pairs = zip(*values, strict=True)
         found[name] = [index for index, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
     assert found == {name: [] for name in USES}
-
-
-# -- more ranks -------------------------------------------------------------------------------------------------------
-
-GPT = Case(models.tied_gpt_float64, models.token_batch, clip=0.3, steps=2)
-ON_HOST = {"offload_optimizer": HOST}
-ON_FOUR_RANKS = {
-    "hybrid, stage 3, all in host memory": GPT.at(
-        3, config={"zero_optimization": {"shard_size": 2, "offload_param": HOST, **ON_HOST}}
-    ),
-    "pipeline, states in host memory": GPT.at(
-        3, accumulation=2, config={"parallel": {"pipeline": 2}, "zero_optimization": ON_HOST}
-    ),
-    "hpZ": GPT.at(3, config={"zero_optimization": {"zero_hpz_partition_size": 2}}),
-}
-
-
-def train_on_device(cases: list[Case]) -> list[Outcome]:
-    register()
-    return [training.train(case) for case in cases]
-
-
-def test_four_ranks(pretend_ranks: RankPool) -> None:
-    expected = training.train_plainly(GPT, 4)
-    found = pretend_ranks(4, train_on_device, list(ON_FOUR_RANKS.values()), process_group=False)[0]
-    for name, outcome in zip(ON_FOUR_RANKS, found, strict=True):
-        assert_close(outcome, expected, 1e-9, 1e-9, name)
 
 
 @on_device(2)

@@ -1,86 +1,27 @@
-"""`gathered` shows full parameters, and takes changes of them into shards and master weights of every rank."""
+"""`gathered` takes changes into master weights, and refuses what other ranks would not see.
+
+That its changes reach every shard is asked in `test_parameter_values.py`.
+"""
 
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
-import lowtide
 from lowtide.zero.sequence import StateError
+from tests.engine.test_parameter_values import OPERATED, operate
 from tests.kit import models
 from tests.kit.grids import pairs
-from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import Case, Outcome, assert_close, differences, refusal, start, take_step, train, train_plainly
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Case, differences, refusal, start, take_step
 
 STAGES = (0, 1, 2, 3)
 ROUTES = ("shared_memory", "sockets")
 CASE = Case(models.short_gpt_float64, models.token_batch)
-CHANGED = ("head.weight", "blocks.0.up.weight", "blocks.0.norm.bias")
 
 
 def on(stage: int, transport: str, case: Case = CASE) -> Case:
     return case.at(stage, config={"communication": {"transport": transport}})
-
-
-def change(model: Any) -> None:
-    """A surgery on three parameters, in each of the ways in which users write it."""
-    with torch.no_grad():
-        model.head.weight[3:290] = 0.25
-        model.blocks[0].up.weight.mul_(2)
-        nn.init.constant_(model.blocks[0].norm.bias, 0.5)
-
-
-def values_of(model: nn.Module) -> list[Tensor]:
-    return [model.get_parameter(name).detach().clone() for name in CHANGED]
-
-
-def train_and_change(case: Case, everything: bool) -> tuple[Outcome, list[Tensor]]:
-    """Three steps with a change inside of `gathered`; also what that shows before and after the change."""
-    seen: list[Tensor] = []
-
-    def take(engine: lowtide.Engine, case: Case, step: int) -> Any:
-        params = [engine.module.get_parameter(name) for name in CHANGED]
-        if step == 1:
-            with engine.gathered(*params):
-                seen.extend(values_of(engine.module))
-            with engine.gathered(*([] if everything else params), modify=True):
-                change(engine.module)
-            with engine.gathered():
-                seen.extend(values_of(engine.module))
-        return take_step(engine, case, step)
-
-    return train(case, take), seen
-
-
-def train_and_change_all(cases: list[tuple[Case, bool]]) -> list[tuple[Outcome, list[Tensor]]]:
-    return [train_and_change(case, everything) for case, everything in cases]
-
-
-@pytest.mark.parametrize(
-    ("world_size", "transports", "stages", "everything"),
-    [(2, ROUTES, STAGES, (False, True)), (4, ["auto"], (3,), (True,))],
-    ids=[2, 4],
-)
-def test_changes_reach_every_shard(
-    ranks: RankPool, world_size: int, transports: Any, stages: Any, everything: Any
-) -> None:
-    """Over four ranks one of the parameters fills the third's shard, and reaches into those beside it."""
-    seen: list[Tensor] = []
-
-    def change_plainly(model: nn.Module, optimizer: Any, step: int) -> None:
-        if step == 1:
-            seen.extend(values_of(model))
-            change(model)
-            seen.extend(values_of(model))
-
-    expected = train_plainly(CASE, world_size, before_step=change_plainly)
-    cases = [(on(stage, transport), all_) for transport, stage, all_ in pairs(transports, stages, everything)]
-    by_rank = ranks(world_size, train_and_change_all, cases)
-    for outcome, _ in by_rank[0]:
-        assert_close(outcome, expected, 1e-9, 1e-9)
-    for found in (found for of_rank in by_rank for _, found in of_rank):
-        torch.testing.assert_close(found, seen, rtol=1e-9, atol=1e-9)
 
 
 @on_ranks(2)
@@ -149,10 +90,10 @@ def test_an_error_inside_of_a_change_leaves_all_as_it_was() -> None:
         with start(case) as engine:
             batch, before = case.share(engine, 0), engine.state_dict()
             with pytest.raises(KeyError), engine.gathered(modify=True):
-                change(engine.module)
+                operate(engine.module)
                 raise KeyError
             assert differences(before, engine.state_dict()) == []
-            params = [engine.module.get_parameter(name) for name in CHANGED]
+            params = [engine.module.get_parameter(name) for name in OPERATED]
             with engine.gathered(*params, modify=True):
                 assert "found engine.gathered(modify=True)" in refusal(engine, *batch, kind=StateError)
             with engine.gathered():

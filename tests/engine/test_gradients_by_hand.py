@@ -1,20 +1,22 @@
-"""Between backward and step gradients are clipped, set and read as in torch, or an error says why they are not."""
+"""Between backward and step gradients are clipped, set and read as in torch, or an error says why they are not.
+
+That steps are of the gradients that were set is asked in `test_parameter_values.py`.
+"""
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lowtide
 from lowtide import Engine
 from lowtide.zero.sequence import StateError
 from tests.kit import models
-from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import Case, Outcome, assert_alike, assert_close, refusal, settings, train, train_plainly
+from tests.kit.ranks import on_ranks
+from tests.kit.training import Case, assert_alike, refusal, settings, train
 
 GPT = Case(models.short_gpt, models.token_batch)
 MODES: dict[str, dict[str, Any]] = {
@@ -38,57 +40,6 @@ def test_clipping_by_hand_is_what_the_config_does() -> None:
     for stage, mode in zip((0, 3, 3), MODES.values(), strict=True):
         case = GPT.at(stage, config={"zero_optimization": mode})
         assert_alike([train(case, clip), train(case.at(stage, clip=0.3))], case)
-
-
-MLP = Case(models.mlp_float64, models.vector_batch_float64, accumulation=2, clip=0.3, steps=3)
-SKIPPED = "layers.1.bias"  # at step 1
-NOISED = ("first.weight", "layers.0.weight")
-SIGNED = "last.weight"  # by each rank's own part
-
-
-def noise(shape: torch.Size) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-
-
-def change(engine: Engine, case: Case, step: int) -> Any:
-    for microbatch in case.microbatches(engine, step):
-        engine.backward(engine(*microbatch))
-    for name in NOISED:
-        gradient = engine.gradient(name)
-        assert gradient is not None
-        engine.set_gradient(name, gradient + noise(gradient.shape))
-    part = engine.gradient(SIGNED, local=True)
-    assert part is not None
-    engine.set_gradient(SIGNED, part.sign(), local=True)
-    if step == 1:
-        engine.set_gradient(engine.module.get_parameter(SKIPPED), None)
-        assert engine.gradient(SKIPPED) is None
-    return engine.step()
-
-
-def change_plainly(model: Any, optimizer: Any, step: int) -> None:
-    for name in NOISED:
-        gradient = model.get_parameter(name).grad
-        gradient += noise(gradient.shape)
-    signed = model.get_parameter(SIGNED)
-    signed.grad = signed.grad.sign()
-    if step == 1:
-        model.get_parameter(SKIPPED).grad = None
-
-
-def change_all(cases: list[Case]) -> list[Outcome]:
-    return [train(case, change) for case in cases]
-
-
-def test_steps_are_of_the_gradients_that_were_set(ranks: RankPool, tmp_path: Path) -> None:
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    sockets = {"communication": {"transport": "sockets"}}
-    speculative = {"zero_optimization": {"offload_optimizer": {**nvme, "overlap": "speculative"}}}
-    cases = [MLP.at(stage) for stage in (0, 2)]
-    cases += [MLP.at(3, config={**sockets, **speculative})]
-    expected = train_plainly(MLP, 2, before_update=change_plainly)
-    for case, found in zip(cases, ranks(2, change_all, cases)[0], strict=True):
-        assert_close(found, expected, 1e-8, 1e-9, str(case))
 
 
 @on_ranks(2)

@@ -1,5 +1,10 @@
-"""A parameter's gradient, master weights and states are those of torch, whole and in parts, wherever they rest."""
+"""A parameter's gradient, master weights and states are those of torch, whole and in parts, wherever they rest.
 
+What is set of them, in any way, is what training goes on with.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +26,13 @@ from tests.kit.training import (
     one_thread,
     refusal,
     start,
+    take_step,
     train,
     train_plainly,
 )
 
+CLIP = 0.5
 CASE = Case(models.short_gpt_float64, models.token_batch, accumulation=2)
-STAGES = {"auto": (3,), "shared_memory": (0, 3), "sockets": (1, 2)}  # by transport; "auto" is of one rank
 SHOWN = ("embedding.weight", "blocks.0.qkv.weight", "blocks.0.norm.bias", "position")
 STATES = ("exp_avg", "exp_avg_sq")
 BF16 = {"bf16": {"enabled": True}}
@@ -40,6 +46,14 @@ def joined(engine: Engine, part: Tensor, size: int) -> Tensor:
     return parts[0] if parts[0].numel() == size else torch.cat(parts)
 
 
+def backwards(engine: Engine, case: Case, step: int) -> None:
+    for microbatch in case.microbatches(engine, step):
+        engine.backward(engine(*microbatch))
+
+
+# -- ways to use values: by an engine, and by torch -------------------------------------------------------------------
+
+
 def look(seen: Seen, engine: Engine, case: Case, step: int) -> Any:
     """A step that clips by hand; before it all values of some parameters. Where an axis divides, their parts too."""
     has_parts = "zero_optimization" not in case.config
@@ -50,56 +64,179 @@ def look(seen: Seen, engine: Engine, case: Case, step: int) -> Any:
         assert not has_parts or torch.equal(joined(engine, part, whole.numel()), whole.reshape(-1))
 
     params = dict(engine.named_parameters())
-    for microbatch in case.microbatches(engine, step):
-        engine.backward(engine(*microbatch))
+    backwards(engine, case, step)
     for name in SHOWN:
         note(f"{name} gradient", engine.gradient(name), engine.gradient(params[name], local=True))
         for state in (None, *STATES) if step else ():
             note(f"{name} {state}", engine.full(params[name], state), engine.local(name, state))
-    engine.clip_grad_norm_(0.5)
+    engine.clip_grad_norm_(CLIP)
     return engine.step()
 
 
-def look_plainly(seen: Seen, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+def look_plainly(seen: Seen, model: Any, optimizer: Any, step: int) -> None:
     for name in SHOWN:
         param = model.get_parameter(name)
-        assert param.grad is not None
         seen[f"{step} {name} gradient"] = param.grad.clone()
         if step:
             seen[f"{step} {name} None"] = param.detach().clone()
             seen |= {f"{step} {name} {state}": optimizer.state[param][state].clone() for state in STATES}
 
 
-def look_all(cases: list[Case]) -> list[tuple[Outcome, Seen]]:
+SHIFTS = {None: 0.25, "exp_avg": 0.125, "exp_avg_sq": 0.5}
+
+
+def shift(way: str, seen: Seen, engine: Engine, case: Case, step: int) -> Any:
+    """The same values by each way to set them, before the last step."""
+    for number, name in enumerate(SHOWN if step == 2 else ()):
+        for state, shift in SHIFTS.items():
+            if way == "full":
+                value = engine.full(name, state) + shift * (number + 1)
+                engine.set_full(name, value if engine.rank == 0 else torch.zeros_like(value), state)
+            else:
+                engine.set_local(name, engine.local(name, state) + shift * (number + 1), state)
+    return take_step(engine, case, step)
+
+
+def shift_plainly(seen: Seen, model: Any, optimizer: Any, step: int) -> None:
+    for number, name in enumerate(SHOWN if step == 2 else ()):
+        param = model.get_parameter(name)
+        with torch.no_grad():
+            param.add_(SHIFTS[None] * (number + 1))
+        for state in STATES:
+            optimizer.state[param][state] += SHIFTS[state] * (number + 1)
+
+
+SKIPPED = "blocks.0.norm.bias"  # at step 1
+NOISED = ("embedding.weight", "blocks.0.up.weight")
+SIGNED = "blocks.0.down.weight"  # by each rank's own part
+
+
+def noise(gradient: Tensor) -> Tensor:
+    return torch.randn(gradient.shape, generator=torch.Generator().manual_seed(3)).to(gradient.dtype)
+
+
+def set_gradients(seen: Seen, engine: Engine, case: Case, step: int) -> Any:
+    backwards(engine, case, step)
+    for name in NOISED:
+        gradient = engine.gradient(name)
+        assert gradient is not None
+        engine.set_gradient(name, gradient + noise(gradient))
+    part = engine.gradient(SIGNED, local=True)
+    assert part is not None
+    engine.set_gradient(SIGNED, part.sign(), local=True)
+    if step == 1:
+        engine.set_gradient(engine.module.get_parameter(SKIPPED), None)
+        assert engine.gradient(SKIPPED) is None
+    return engine.step()
+
+
+def set_gradients_plainly(seen: Seen, model: Any, optimizer: Any, step: int) -> None:
+    for name in NOISED:
+        gradient = model.get_parameter(name).grad
+        gradient += noise(gradient)
+    signed = model.get_parameter(SIGNED)
+    signed.grad = signed.grad.sign()
+    if step == 1:
+        model.get_parameter(SKIPPED).grad = None
+
+
+def operate(model: Any) -> None:
+    """A surgery on three parameters, in each of the ways in which users write it."""
+    with torch.no_grad():
+        model.head.weight[3:290] = 0.25
+        model.blocks[0].up.weight.mul_(2)
+        nn.init.constant_(model.blocks[0].norm.bias, 0.5)
+
+
+OPERATED = ("head.weight", "blocks.0.up.weight", "blocks.0.norm.bias")
+
+
+def note(seen: Seen, when: str, model: nn.Module) -> None:
+    seen |= {f"{when} {name}": model.get_parameter(name).detach().clone() for name in OPERATED}
+
+
+def operate_on_gathered(everything: bool, seen: Seen, engine: Engine, case: Case, step: int) -> Any:
+    """What `gathered` shows before and after the change. everything: all is gathered for it."""
+    params = [engine.module.get_parameter(name) for name in OPERATED]
+    if step == 1:
+        with engine.gathered(*params):
+            note(seen, "before", engine.module)
+        with engine.gathered(*([] if everything else params), modify=True):
+            operate(engine.module)
+        with engine.gathered():
+            note(seen, "after", engine.module)
+    return take_step(engine, case, step)
+
+
+def operate_plainly(seen: Seen, model: Any, optimizer: Any, step: int) -> None:
+    if step == 1:
+        note(seen, "before", model)
+        operate(model)
+        note(seen, "after", model)
+
+
+def nothing(*given: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """A step of an engine, and what torch does before its step and before its update. Both note what they see."""
+
+    take: Callable[[Seen, Engine, Case, int], Any]
+    before_step: Callable[[Seen, Any, Any, int], object] = nothing
+    before_update: Callable[[Seen, Any, Any, int], object] = nothing
+    clip: float = CLIP  # of the config
+
+
+WAYS = {
+    "shown": Way(look, before_update=look_plainly, clip=0.0),
+    "set": Way(partial(shift, "full"), shift_plainly),
+    "set in parts": Way(partial(shift, "local"), shift_plainly),
+    "gradients": Way(set_gradients, before_update=set_gradients_plainly),
+    "gathered": Way(partial(operate_on_gathered, False), operate_plainly),
+    "all gathered": Way(partial(operate_on_gathered, True), operate_plainly),
+}
+HYBRID: list[dict[str, Any]] = [{"shard_size": 2}, {"zero_hpz_partition_size": 2}]
+Rows = Sequence[tuple[str, Case]]
+STAGES = dict.fromkeys(WAYS, (0, 1, 2, 3)) | {"gathered": (0, 3), "all gathered": (1, 2)}
+ROWS: dict[int, Rows] = {  # by number of ranks
+    1: [(way, CASE.at(3)) for way in ("shown", "set", "set in parts")],
+    2: [
+        (way, CASE.at(stage, config={"communication": {"transport": ("shared_memory", "sockets")[stage in (1, 2)]}}))
+        for way, stages in STAGES.items()
+        for stage in stages
+    ],
+    4: [
+        *(("shown", CASE.at(3, config={"zero_optimization": zero, **SOCKETS})) for zero in HYBRID),
+        ("all gathered", CASE.at(3)),  # a parameter fills the third's shard, and reaches into those beside it
+    ],
+}
+
+
+def use_all(rows: Rows) -> list[tuple[Outcome, Seen]]:
     found = []
-    for case in cases:
+    for way, case in rows:
         seen: Seen = {}
-        found.append((train(case, partial(look, seen)), seen))
+        found.append((train(case.at(case.stage, clip=WAYS[way].clip), partial(WAYS[way].take, seen)), seen))
     return found
 
 
-HYBRID: list[dict[str, Any]] = [{"shard_size": 2}, {"zero_hpz_partition_size": 2}]
+def use_plainly(way: Way, world_size: int) -> tuple[Outcome, Seen]:
+    seen: Seen = {}
+    before_step, before_update = partial(way.before_step, seen), partial(way.before_update, seen)
+    return train_plainly(CASE.at(0, clip=CLIP), world_size, before_step=before_step, before_update=before_update), seen
 
 
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [
-        *(
-            (1 if route == "auto" else 2, [CASE.at(s, config={"communication": {"transport": route}}) for s in stages])
-            for route, stages in STAGES.items()
-        ),
-        (4, [CASE.at(3, config={"zero_optimization": zero, **SOCKETS}) for zero in HYBRID]),
-    ],
-    ids=[*STAGES, "hybrid"],
-)
-def test_what_is_shown_is_what_torch_has(ranks: RankPool, world_size: int, cases: list[Case]) -> None:
-    values: Seen = {}
-    expected = train_plainly(CASE.at(0, clip=0.5), world_size, before_update=partial(look_plainly, values))
-    by_rank = ranks(world_size, look_all, cases)
-    for case, (outcome, _) in zip(cases, by_rank[0], strict=True):
-        assert_close(outcome, expected, 1e-9, 1e-9, f"{case}")
-    for seen in (seen for found in by_rank for _, seen in found):
-        torch.testing.assert_close(seen, values, rtol=1e-9, atol=1e-9)
+@pytest.mark.parametrize("world_size", ROWS)
+def test_what_is_shown_and_set_is_what_torch_has(ranks: RankPool, world_size: int) -> None:
+    rows = ROWS[world_size]
+    by_way = {name: use_plainly(WAYS[name], world_size) for name in dict(rows)}
+    for rank, found in enumerate(ranks(world_size, use_all, rows)):
+        for (name, case), (outcome, seen) in zip(rows, found, strict=True):
+            expected, values = by_way[name]
+            if rank == 0:
+                assert_close(outcome, expected, 1e-9, 1e-9, f"{name}, {case}")
+            torch.testing.assert_close(seen, values, rtol=1e-9, atol=1e-9, msg=f"{name}, {case}: {{}}".format)
 
 
 def tied_float64() -> nn.Module:
@@ -168,42 +305,6 @@ def test_the_gradient_so_far_is_that_of_torch(ranks: RankPool, world_size: int) 
             assert text == ("" if is_summed else LOCAL), case
 
 
-SHIFTS = {None: 0.25, "exp_avg": 0.125, "exp_avg_sq": 0.5}
-
-
-def change(way: str, engine: Engine, case: Case, step: int) -> Any:
-    """The same values by each way to set them, before the last step."""
-    for number, name in enumerate(SHOWN if step == 2 else ()):
-        for state, shift in SHIFTS.items():
-            if way == "full":
-                value = engine.full(name, state) + shift * (number + 1)
-                engine.set_full(name, value if engine.rank == 0 else torch.zeros_like(value), state)
-            else:
-                engine.set_local(name, engine.local(name, state) + shift * (number + 1), state)
-    return engine.train_step(case.share(engine, step))
-
-
-def change_plainly(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    for number, name in enumerate(SHOWN if step == 2 else ()):
-        param = model.get_parameter(name)
-        with torch.no_grad():
-            param.add_(SHIFTS[None] * (number + 1))
-        for state in STATES:
-            optimizer.state[param][state] += SHIFTS[state] * (number + 1)
-
-
-def train_and_change(cases: list[Case], ways: tuple[str, ...]) -> list[Outcome]:
-    return [train(case, partial(change, way)) for case in cases for way in ways]
-
-
-@pytest.mark.parametrize(("world_size", "transport"), [(1, "auto"), (2, "shared_memory"), (2, "sockets")])
-def test_what_is_set_is_what_training_goes_on_with(ranks: RankPool, world_size: int, transport: str) -> None:
-    cases = [CASE.at(stage, config={"communication": {"transport": transport}}) for stage in STAGES[transport]]
-    expected = train_plainly(CASE, world_size, before_step=change_plainly)
-    for outcome in ranks(world_size, train_and_change, cases, ("full", "local"))[0]:
-        assert_close(outcome, expected, 1e-9, 1e-9)
-
-
 @pytest.mark.parametrize("precision", [BF16, {}], ids=["bf16", "fp32"])
 @on_ranks(2)
 def test_what_rests_elsewhere_is_shown_and_set_alike(tmp_path: Path, precision: dict[str, Any]) -> None:
@@ -212,12 +313,13 @@ def test_what_rests_elsewhere_is_shown_and_set_alike(tmp_path: Path, precision: 
     case = Case(models.short_gpt, models.token_batch, stage=3, config=precision)
     offloads: list[dict[str, Any]] = [
         {},
+        {"offload_optimizer": {**file, "overlap": "speculative"}},
         {"offload_optimizer": {"device": "cpu"}},
         {"offload_optimizer": file, "offload_param": file},
-        {"offload_optimizer": {**file, "overlap": "speculative"}},
     ]
     cases = [case.at(3, config={"zero_optimization": offload}) for offload in offloads]
-    assert_alike(train_and_change(cases, ("full",)))
+    for way, own in (("set", cases), ("gradients", cases[:2])):
+        assert_alike([outcome for outcome, _ in use_all([(way, case) for case in own])], way)
 
 
 def test_8_bit_states_are_float32_here() -> None:

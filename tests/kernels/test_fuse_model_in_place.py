@@ -29,18 +29,6 @@ def test_what_was_replaced_is_returned() -> None:
     ]
 
 
-def test_there_is_a_line_for_each_kind(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "lowtide")
-    fuse_model(llama())
-    assert caplog.messages == [
-        "fused 1 x LlamaForCausalLM (cross_entropy)",
-        "fused 1 x LlamaForCausalLM (linear_cross_entropy)",
-        "fused 2 x LlamaAttention (rotary_embedding)",
-        "fused 2 x LlamaMLP (gated_mlp)",
-        "fused 5 x LlamaRMSNorm (rms_norm)",
-    ]
-
-
 def test_names_classes_and_parameters_stay() -> None:
     plain = llama()
     fused = copy.deepcopy(plain)

@@ -112,23 +112,6 @@ def test_only_what_requires_a_gradient_gets_one(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_tied_weights_add_up(backend: Backend, generator: torch.Generator) -> None:
-    weight = drawn((NUM_CLASSES, WIDTH), torch.float32, generator)
-    again = weight.detach().clone().requires_grad_()
-    tokens = torch.randint(0, NUM_CLASSES, (2, 5), generator=generator)
-    for table, loss_of in ((weight, None), (again, F.cross_entropy)):
-        hidden, labels = F.embedding(tokens[:, :-1], table).tanh(), tokens[:, 1:]
-        if loss_of is None:
-            loss = linear_cross_entropy(
-                hidden, table, labels, chunk_bytes=3 * ROW_BYTES[torch.float32], backend=backend
-            )
-        else:
-            loss = loss_of(F.linear(hidden, table).flatten(0, 1), labels.flatten())
-        loss.backward()
-    torch.testing.assert_close(weight.grad, again.grad)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_products_are_of_its_dtype(
     weight_dtype: torch.dtype, backend: Backend, generator: torch.Generator

@@ -43,45 +43,6 @@ TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 2e-6}
 TOLERANCE_OF_STATES: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-5}
 
 
-class Lion(torch.optim.Optimizer):
-    """The formula of arXiv 2302.06675, written down plainly; torch has no Lion."""
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, options)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for param in group["params"]:
-                momentum = self.state[param].setdefault("m", torch.zeros_like(param))
-                update = torch.sign(beta1 * momentum + (1 - beta1) * param.grad)
-                param.copy_(param - group["lr"] * (update + group["weight_decay"] * param))
-                momentum.copy_(beta2 * momentum + (1 - beta2) * param.grad)
-
-
-TWINS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW,
-    "adam": torch.optim.Adam,
-    "sgd": torch.optim.SGD,
-    "adagrad": torch.optim.Adagrad,
-    "lion": Lion,
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_reference_in_float64_is_torch_s_optimizer(name: str) -> None:
-    rule, options = CASES[name]
-    weight, gradients = start_values(CHUNK_NUMEL + 33)
-    param, shard = nn.Parameter(weight.double()), Shard(rule, options, weight.double())
-    twin = TWINS[rule.name]([param], **options)
-    for step, gradient in enumerate(gradients, start=1):
-        shard.update("reference", gradient.double(), step)
-        param.grad = gradient.double()
-        twin.step()
-    torch.testing.assert_close(shard.master, param.detach(), rtol=1e-12, atol=1e-14)
-
-
 @pytest.mark.parametrize("tier", TIERS)
 def test_momentum_that_pauses_continues_as_in_torch(tier: Backend) -> None:
     """A scheduler may set the momentum to 0 and back: the buffer keeps its value meanwhile."""

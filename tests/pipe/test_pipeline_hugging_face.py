@@ -12,7 +12,7 @@ import lowtide
 from tests.kit import models
 from tests.kit.hugging_face import transformers
 from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import Outcome, assert_alike, settings
+from tests.kit.training import Outcome, assert_alike, differences, settings
 from tests.pipe.hugging_face import batch_for, builder
 
 LLAMA, T5, VIT = "LlamaForCausalLM", "T5ForConditionalGeneration", "ViTForImageClassification"
@@ -34,7 +34,15 @@ def recomputing_llama() -> nn.Module:
 OWN: dict[str, Any] = {"autocast": partial(AutocastGPT, layers=5), "recomputing": recomputing_llama}
 
 
-def train(name: str, stage: int, deferred: bool = False, weights: Path | None = None, **config: Any) -> Outcome:
+def train(
+    name: str,
+    stage: int,
+    deferred: bool = False,
+    weights: Path | None = None,
+    exported: Path | None = None,
+    **config: Any,
+) -> Outcome:
+    """weights: files to begin with. exported: a folder for those of the end."""
     torch.manual_seed(0)
     build = OWN.get(name) or builder(name)
     given = settings(stage, gradient_accumulation_steps=2, gradient_clipping=1.0, **config)
@@ -48,6 +56,8 @@ def train(name: str, stage: int, deferred: bool = False, weights: Path | None = 
             outcome.norms.append(result.grad_norm.item())
         outcome.losses.append(engine.eval_step(batch_for(name, 99)).item())
         outcome.state = engine.state_dict()
+        if exported is not None:
+            engine.export(exported)
     return outcome
 
 
@@ -80,23 +90,13 @@ def test_they_train_like_one_rank(ranks: RankPool, precision: str) -> None:
 
 
 @on_ranks(2)
-def test_a_builder_and_files_give_the_same_bits(tmp_path: Path) -> None:
+def test_a_builder_and_files_give_the_same_bits_and_from_pretrained_loads_an_export(tmp_path: Path) -> None:
     over_two = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
     model: Any = builder(LLAMA)()
     model.save_pretrained(tmp_path / str(torch.distributed.get_rank()))
-    rows = ((False, None), (True, None), (True, tmp_path / "0"))
-    assert_alike([train(LLAMA, 3, deferred, weights, **over_two) for deferred, weights in rows])
-
-
-def export_from_pipeline(folder: Path) -> dict[str, Tensor]:
-    config = settings(1, parallel={"pipeline": 2}, pipeline={"schedule": "zb-h1"}, gradient_accumulation_steps=2)
-    with lowtide.initialize(builder(LLAMA)(), config) as engine:
-        engine.train_step(iter([batch_for(LLAMA, half) for half in range(2)]))
-        engine.export(folder)
-        return engine.state_dict()
-
-
-def test_an_export_is_what_from_pretrained_loads(ranks: RankPool, tmp_path: Path) -> None:
-    state = ranks(2, export_from_pipeline, tmp_path / "weights")[0]
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "weights").state_dict()
-    assert found.keys() == state.keys() and all(torch.equal(found[name], value) for name, value in state.items())
+    first = train(LLAMA, 3, exported=tmp_path / "exported", **over_two)
+    built, loaded = (train(LLAMA, 3, True, weights, **over_two) for weights in (None, tmp_path / "0"))
+    assert_alike([first, built, loaded])
+    if first.state:  # rank 0 has it
+        again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "exported")
+        assert differences(again.state_dict(), first.state) == []

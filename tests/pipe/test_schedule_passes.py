@@ -52,9 +52,12 @@ def test_what_would_delay_somebody_is_not_merged_where_costs_are_known() -> None
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gradients_are_reduced_after_the_last_backward_of_their_stage(name: str) -> None:
+def test_gradients_come_in_the_order_of_microbatches_and_are_reduced_after_the_last(name: str) -> None:
     schedule = add_reduces(make_schedule(name, 3, 6))
     assert count(schedule, Op.REDUCE) == schedule.num_stages and add_reduces(schedule) == schedule
+    for stage, row in ((stage, schedule.actions[rank]) for stage, rank in enumerate(schedule.rank_of_stage)):
+        made = [action.microbatch for action in row if action.op in (Op.B, Op.W) and action.stage == stage]
+        assert made == list(range(6)), "in each order of sums the last bits are others"
     for row in schedule.actions:
         for index, action in enumerate(row):
             if action.op is Op.REDUCE:

@@ -2,7 +2,8 @@
 
     python -m tests.kernels.compiling [KERNEL ...]
 
-A process of its own, without Triton's interpreter: a jit function is one or the other from its definition on.
+The lines of `launching.py`, which are lists, follow. A process of its own, without Triton's interpreter: a jit function
+is one or the other from its definition on.
 """
 
 import importlib
@@ -175,4 +176,7 @@ def compile_all(names: list[str]) -> None:
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET", "0") == "0"
     torch.set_num_threads(1)
+    from tests.kernels.launching import main as start_launches
+
     compile_all(sys.argv[1:] or launch_names())
+    start_launches()

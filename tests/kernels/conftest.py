@@ -2,8 +2,12 @@
 
 import importlib.metadata
 import importlib.util
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from lowtide.kernels.optimizer_step import CpuKernel
 
 # Read where a kernel is defined, so before any module of lowtide.kernels.triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
+COMPILING_SECONDS = 600
 
 
 def mend_interpreter() -> None:
@@ -50,6 +55,18 @@ if importlib.util.find_spec("triton") is not None:
     patch_language_once()
 if importlib.util.find_spec("triton") is not None and importlib.metadata.version("triton").startswith("3.6."):
     mend_interpreter()
+
+
+@pytest.fixture(scope="session")
+def outside_the_interpreter() -> list[Any]:
+    """What `compiling.py` prints of compiled kernels and of launches."""
+    command, checkout = [sys.executable, "-m", "tests.kernels.compiling"], Path(__file__).parents[2]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        command, cwd=checkout, env=environment, capture_output=True, text=True, timeout=COMPILING_SECONDS
+    )
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\nafter {done.stdout[-500:]}"
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.fixture(scope="session")

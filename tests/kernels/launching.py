@@ -1,13 +1,10 @@
 """Starts a kernel through Triton and through a `PreparedLaunch`, on a driver that stands for a GPU's: JSON of both.
 
-    python -m tests.kernels.launching
-
-A process of its own, without Triton's interpreter. Triton's compiler is the real one; the driver writes down what a
-launch would pass to the device.
+For the process of `compiling.py`. Triton's compiler is the real one; the driver writes down what a launch would pass
+to the device.
 """
 
 import json
-import os
 from typing import Any
 
 import torch
@@ -118,8 +115,3 @@ def main() -> None:
         print(json.dumps([case, len(through_triton) - before, STARTED[-1]]))
         if case == "watched":
             hooks.remove(_nothing)
-
-
-if __name__ == "__main__":
-    assert os.environ.get("TRITON_INTERPRET", "0") == "0"
-    main()

@@ -87,7 +87,7 @@ def test_unscale_update_and_cast_are_one_pass(
 @pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 @pytest.mark.parametrize("tier", TIERS)
 def test_any_size(tier: Backend, state_dtype: torch.dtype) -> None:
-    for numel in (1, 7, 16, 255, 256, 257, 1023, 1025, 2305):
+    for numel in (1, 256, 257, 1023, 2305):  # of a vector, of a block, of a tile: less, all, more
         weight, (gradient,) = start_values(numel, 1)
         found = Shard(*CASES["adamw"], weight, state_dtype, torch.bfloat16)
         exact = Shard(*CASES["adamw"], weight.double())

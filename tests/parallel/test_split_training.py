@@ -78,7 +78,6 @@ ROWS: dict[tuple[str, int], list[Row]] = {  # what is split, and the number of r
         (T5.at(1, accumulation=2), 1, OVER_STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
     ],
     ("experts", 2): [
-        (case_of(others.qwen_moe, 1), 2, EXPERT),
         (case_of(others.deepseek, 3), 2, EXPERT | AGAIN | {"zero_optimization": {"offload_param": HOST}}),
         (case_of(others.gpt_oss, 3), 2, EXPERT),
         # Their columns.
@@ -171,9 +170,7 @@ def own(build: Callable[[], nn.Module], stage: int, tensor: int, plan: dict[str,
 
 OWN: dict[int, list[Case]] = {  # by number of ranks
     2: [
-        own(models.tiny_gpt_float64, 0, 2, PLAN),
         own(models.tied_gpt_float64, 3, 2, PLAN),
-        own(of_one_module, 0, 2, None),
         # Of a head of 31 rows, which two ranks do not divide.
         own(models.tiny_gpt_float64, 3, 2, PLAN, tiles={"loss": 3}),
     ],

@@ -41,7 +41,7 @@ RANK = 2
 def signs(build: Build = short_gpt, accumulation: int = 1, **more: Any) -> Case:
     params = {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1, "freeze_step": START}
     config = {"optimizer": {"type": "OneBitAdam", "params": params}, **more}
-    return Case(build, token_batch, accumulation=accumulation, steps=8, config=config)
+    return Case(build, token_batch, accumulation=accumulation, steps=START + 3, config=config)
 
 
 def low_rank(

@@ -50,7 +50,7 @@ class DeepSpeedConfig:
             log_dist_once(f"config: {note}", [0], WARNING)
         section = given.get("optimizer")
         self.optimizer_params = section.get("params") if isinstance(section, Mapping) else None  # as in the file
-        self.raw = with_their_defaults(given)
+        self.raw = with_their_defaults(given, Config.load(_left_to_lowtide(given)))
         peak, said = self.section("scheduler", "params", PEAK), given.get("scheduler")
         # This default replaces the optimizer's rate without a word in the file.
         if peak is not None and isinstance(said, Mapping) and PEAK not in (said.get("params") or {}):

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from ..engine.config.errors import Fault, quoted, unknown_key
+from ..engine.config.errors import Fault, quoted, unknown_key, value_at
 from ..engine.config.optimizer import optimizer_name
 from ..engine.config.read import items_of, join
 from ..engine.config.scheduler import WarmupDecayLRParams
@@ -69,7 +69,6 @@ _UNREAD = {
     **{f"optimizer.{key}": "it belongs into optimizer.params" for key in ("lr", "betas", "eps", "weight_decay")},
 }
 """Keys that DeepSpeed never reads but users write, and a hint to the intended key."""
-_ADAM_NAMES = ("adam", *OPTIMIZERS["adam"].deepspeed_names)
 
 
 REASONS: Mapping[str, str] = {path: rule.reason for path, rule in RULES.items()}
@@ -132,28 +131,49 @@ def finish(out: Translation) -> None:
     _take_muon_lr(out)
 
 
-def other_defaults(raw: dict[str, object], config: Any) -> list[str]:
+def other_defaults(raw: Mapping[str, object], config: Any) -> list[str]:
     """Return a note for each missing key with a different default in DeepSpeed. config: the checked `Config`."""
-    paths = {path for path, _ in items_of(raw)}
-    if not _is_for_deepspeed(raw, paths):
+    if not _is_for_deepspeed(raw, {path for path, _ in items_of(raw)}):
         return []
-    theirs: dict[str, tuple[object, object]] = {"gradient_clipping": (config.gradient_clipping, 1.0)}
-    for name in _DTYPES:
-        section = getattr(config, name)
-        if section.enabled:
-            theirs[f"{name}.auto_cast"] = (section.auto_cast, False)
-    optimizer, scheduler = config.optimizer, config.scheduler
-    if optimizer is not None:
-        for key, value in _their_params(raw, optimizer.type).items():
-            theirs[f"optimizer.params.{key}"] = (getattr(optimizer.params, key), value)
-    if scheduler is not None and isinstance(scheduler.params, WarmupDecayLRParams):
-        theirs[f"scheduler.params.{PEAK}"] = (scheduler.params.warmup_max_lr, _THEIR_PEAK)
     return [
         f"{path}: missing, so it is {quoted(here)} here; in DeepSpeed 0.19 it is {quoted(there)}. Write the value "
         "that you want"
-        for path, (here, there) in theirs.items()
-        if path not in paths and here != there
+        for path, there in _missing(raw, config).items()
+        if (here := value_at(config, path)) != there
     ]
+
+
+def with_their_defaults(raw: Mapping[str, object], config: Any) -> dict[str, object]:
+    """Return the values of a DeepSpeed file with DeepSpeed's defaults: see [Note: two defaults]. config: as above."""
+    filled = dict(raw)
+    for name, defaults in _MONITORS.items():
+        section = raw.get(name)
+        if isinstance(section, dict):
+            filled[name] = {**defaults, **section}
+    for path, value in _missing(raw, config).items():
+        *names, key = path.split(".")
+        inner: dict[str, Any] = filled
+        for name in names:
+            # Copied: the caller's values stay as they are.
+            inner[name] = inner = dict(inner.get(name) or {})
+        inner[key] = value
+    return filled
+
+
+def _missing(raw: Mapping[str, Any], config: Any) -> dict[str, object]:
+    """Return path -> DeepSpeed's value of each missing key that may have a different default there."""
+    theirs: dict[str, object] = {"gradient_clipping": 1.0}
+    theirs |= {f"{name}.auto_cast": False for name in _DTYPES if getattr(config, name).enabled}
+    if config.optimizer is not None:
+        defaults = OPTIMIZERS[config.optimizer.type].deepspeed_defaults
+        params = raw["optimizer"].get("params") or {}
+        if config.optimizer.type == "adamw" and params.get("torch_adam") is True:
+            defaults = {"weight_decay": 0.01}  # torch.optim.AdamW instead of DeepSpeed's
+        theirs |= {f"optimizer.params.{key}": value for key, value in defaults.items()}
+    if config.scheduler is not None and isinstance(config.scheduler.params, WarmupDecayLRParams):
+        theirs[f"scheduler.params.{PEAK}"] = _THEIR_PEAK
+    paths = {path for path, _ in items_of(raw)}
+    return {path: value for path, value in theirs.items() if path not in paths}
 
 
 def add_to_schema(schema: dict[str, Any]) -> None:
@@ -180,46 +200,6 @@ def add_to_schema(schema: dict[str, Any]) -> None:
 
 def _is_for_deepspeed(raw: Mapping[str, Any], paths: set[str]) -> bool:
     return bool(paths & _KEYS) or says_no_own_word(raw, paths)
-
-
-def _their_params(raw: dict[str, object], kind: str) -> Mapping[str, object]:
-    section = raw["optimizer"]
-    params = section.get("params") if isinstance(section, dict) else None
-    if kind == "adamw" and isinstance(params, dict) and params.get("torch_adam") is True:
-        return {"weight_decay": 0.01}  # torch.optim.AdamW instead of DeepSpeed's
-    return OPTIMIZERS[kind].deepspeed_defaults
-
-
-def with_their_defaults(raw: Mapping[str, object]) -> dict[str, object]:
-    """Return the values of a DeepSpeed file with DeepSpeed's defaults: see [Note: two defaults].
-
-    Invalid values stay as they are: `Config.load` refuses them.
-    """
-    filled: dict[str, object] = {"gradient_clipping": 1.0, **raw}
-    for name, defaults in _MONITORS.items():
-        section = raw.get(name)
-        if isinstance(section, dict):
-            filled[name] = {**defaults, **section}
-    for name in _DTYPES:
-        section = raw.get(name)
-        if isinstance(section, dict) and section.get("enabled") is True:
-            filled[name] = {"auto_cast": False, **section}
-    section = raw.get("optimizer")
-    if isinstance(section, dict) and isinstance(section.get("type"), str):
-        written = section["type"].lower()
-        params = section.get("params") or {}
-        # In DeepSpeed "Adam" means AdamW unless adam_w_mode is false.
-        is_decoupled = written in _ADAM_NAMES and isinstance(params, dict) and params.get("adam_w_mode", True) is True
-        kind = "adamw" if is_decoupled else written
-        found = next((row.name for row in OPTIMIZERS.values() if kind in (row.name, *row.deepspeed_names)), None)
-        if found is not None and isinstance(params, dict):
-            filled["optimizer"] = {**section, "params": {**_their_params({"optimizer": section}, found), **params}}
-    section = raw.get("scheduler")
-    if isinstance(section, dict) and str(section.get("type")).lower() == "warmupdecaylr":
-        params = section.get("params") or {}
-        if isinstance(params, dict):
-            filled["scheduler"] = {**section, "params": {PEAK: _THEIR_PEAK, **params}}
-    return filled
 
 
 def _is_on(path: str, value: object, out: Translation) -> bool:

@@ -89,7 +89,7 @@ def _norm(
     if is_compiling():
         _check(kernel, *forms)
         launches = None
-        if backend != "reference":
+        if form_uses_triton(backend, kernel, *forms):
             y, h, _ = operators().rms_norm(x, residual, weight, eps, offset, backend)
             return y, x if residual is None else h
     else:

@@ -22,7 +22,7 @@ from torch.utils import collect_env
 from ..engine.plan.measured import VARIABLE, Measured, default_path
 from ..engine.plan.measuring.measure import measure
 from ..kernels.cpu_build import BuildError, find_compiler, make_or_say_why
-from ..kernels.dispatch import has_triton
+from ..kernels.dispatch import has_triton, why_not_started
 from ..kernels.optimizer_step import CPU_FORMS, CpuKernel
 from ..launch.hosts.facts import CheckRequest, run_checks
 from ..launch.hosts.preflight import size_text
@@ -183,6 +183,7 @@ def _triton() -> str:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "in the interpreter (TRITON_INTERPRET=1): slow, for tests"
     _needs(torch.cuda.is_available(), "", "needs a GPU; eager torch operations replace it")
+    _needs(not why_not_started(), "", f"{why_not_started()}; eager torch operations replace it, slower on a GPU")
     return f"triton {importlib.metadata.version('triton')}"
 
 

@@ -58,7 +58,8 @@ def _choose(backend: Backend, kernel: str, given: tuple[tuple[torch.device, torc
     # Integer tensors (labels) do not choose a form: every kernel takes int32 and int64.
     wide = [dtype for _, dtype in given if dtype.is_floating_point and dtype not in TRITON_DTYPES]
     if backend == "auto":
-        return not wide and _has_triton_or_says_so()
+        # A compiler cannot trace the look, and itself needs Triton on a GPU.
+        return not wide and (has_triton() if is_compiling() else _starts_or_says_so())
     if not has_triton():
         raise ValueError(f'{kernel}: backend "triton" needs the package triton; install it, or use "auto"')
     if device != "cuda" and not is_interpreted():
@@ -162,11 +163,24 @@ def has_triton() -> bool:
 
 
 @cache
-def _has_triton_or_says_so() -> bool:
+def why_not_started() -> str:
+    """Return why Triton starts no kernel on the GPU of this process, or ""."""
     if not has_triton():
+        return "triton is not installed"
+    try:
+        # It builds a library, once for each user. Many images of containers have no compiler.
+        importlib.import_module("triton.runtime.driver").driver.active.get_current_device()
+    except Exception as error:  # of the compiler's process, of its loader, or of the driver
+        return f"triton cannot start kernels, it needs a C compiler and Python's headers, python3-dev ({error})"
+    return ""
+
+
+@cache
+def _starts_or_says_so() -> bool:
+    if why := why_not_started():
         logger = logging.getLogger("lowtide")
-        logger.warning("triton is not installed: kernels run as eager torch operations, which are slower on a GPU")
-    return has_triton()
+        logger.warning("%s: kernels run as eager torch operations, which are slower on a GPU", why)
+    return not why
 
 
 def has_autocast(x: Tensor) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...comm import World
-from ...kernels.dispatch import Backend, has_triton, is_interpreted
+from ...kernels.dispatch import Backend, has_triton, is_interpreted, why_not_started
 from ...kernels.fuse import NOT_FOUND, lines_of, replace_modules
 from ...model.blocks import find_blocks
 from ...model.compiled import Compiled
@@ -98,8 +98,8 @@ def where_triton_runs(device: torch.device, backends: Mapping[str, Backend]) -> 
     """Return the reason and the fusions that run in Triton. Eager forms are left out: they equal the original."""
     if device.type != "cuda":
         return f"the device is {device.type}", []
-    if not has_triton():
-        return "the package triton is not installed", []
+    if why := why_not_started():
+        return why, []
     names = [name for name, backend in backends.items() if backend != "reference"]
     return ("Triton runs on this device" if names else "the backend of all fusions is reference"), names
 

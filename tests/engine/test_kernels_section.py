@@ -84,7 +84,7 @@ def test_what_is_fused_is_logged(caplog: pytest.LogCaptureFixture, kernels: dict
     ("device", "has_triton", "kernels", "expected"),
     [
         ("cpu", True, {}, ("the device is cpu", [])),
-        ("cuda", False, {}, ("the package triton is not installed", [])),
+        ("cuda", False, {}, ("triton is not installed", [])),
         ("cuda", True, {}, ("Triton runs on this device", list(FUSIONS))),
         ("cuda", True, {"backend": "reference"}, ("the backend of all fusions is reference", [])),
         ("cuda", True, {"backend": "reference", "gated_mlp": "triton"}, ("Triton runs on this device", ["gated_mlp"])),
@@ -93,7 +93,7 @@ def test_what_is_fused_is_logged(caplog: pytest.LogCaptureFixture, kernels: dict
 def test_auto_fuses_where_triton_runs(
     device: str, has_triton: bool, kernels: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepared_model, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(prepared_model, "why_not_started", lambda: "" if has_triton else "triton is not installed")
     config = load(**kernels).kernels
     backends = {name: config.backend_of(name) for name in FUSION_NAMES}
     assert prepared_model.where_triton_runs(torch.device(device), backends) == expected

@@ -5,6 +5,7 @@ import io
 import logging
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -62,6 +63,32 @@ def test_without_triton_a_gpu_falls_back_with_one_line() -> None:
         "triton is not installed: kernels run as eager torch operations, which are slower on a GPU",
         "torch.Size([2, 4]) cuda",
         'rms_norm: backend "triton" needs the package triton; install it, or use "auto"',
+    ]
+
+
+class WithoutCompiler:
+    """Triton's drivers where it cannot build the library of a driver."""
+
+    @property
+    def active(self) -> Any:
+        raise RuntimeError("Failed to find C compiler.")
+
+
+def with_broken_triton() -> list[str]:
+    """What is said of a GPU, and the shape of what a kernel gives on it."""
+    handler = logging.StreamHandler(said := io.StringIO())
+    logging.getLogger("lowtide").addHandler(handler)
+    with patch.object(importlib.import_module("triton.runtime.driver"), "driver", WithoutCompiler()), FakeTensorMode():
+        found = lowtide.kernels.rms_norm(torch.empty(2, 4, device="cuda"), None)
+    return [*said.getvalue().splitlines(), str(found.shape)]
+
+
+def test_without_a_compiler_a_gpu_falls_back_with_one_line() -> None:
+    """Triton is installed, and builds a library before its first kernel."""
+    assert in_a_new_process(with_broken_triton) == [
+        "triton cannot start kernels, it needs a C compiler and Python's headers, python3-dev (Failed to find C "
+        "compiler.): kernels run as eager torch operations, which are slower on a GPU",
+        "torch.Size([2, 4])",
     ]
 
 

@@ -21,8 +21,13 @@ The sum over ranks with the norm stays outside. The graph of an update has Trito
 them. On the device it reads the factor, the skip flag, and the numbers that follow from step and learning rates
 (`UpdateLaunches`). It is valid for the gradients of a graph of a microbatch (`UpdateGraphs`).
 
-All graphs share a pool of memory. A graph may have its gradients at the addresses of an earlier graph's activations.
-That is safe: a graph that is replayed while these gradients are in use was captured after them.
+All graphs of microbatches share a pool of memory. A graph may have its gradients at the addresses of an earlier graph's
+activations. That is safe: a graph that is replayed while these gradients are in use was captured after them.
+
+[Note: streams and pools] cuBLAS has a workspace for each stream, in the pool of the first graph that was captured on
+the stream. torch 2.13 frees it with any graph of the stream, though other graphs still use it. So a stream has only
+graphs that are dropped together. torch 2.11 keeps the workspace, and so the pool of dropped graphs, but refuses to
+capture in it. So the graphs after them get another pool.
 """
 
 from __future__ import annotations
@@ -129,11 +134,12 @@ class _UpdateGraph:
 class UpdateGraphs:
     """Replays updates of gradients that were computed by graphs."""
 
-    def __init__(self, optimizer: ShardedOptimizer, torch_module: Any, pool: Any, say: Callable[[str], None]) -> None:
-        """torch_module: of `graphs_of`. pool: of all graphs. say: writes a line to the log, once."""
+    def __init__(self, optimizer: ShardedOptimizer, device: torch.device, say: Callable[[str], None]) -> None:
+        """device: that has graphs. say: writes a line to the log, once."""
         self._optimizer = optimizer
-        self._torch = torch_module
-        self._pool = pool
+        self._torch = graphs_of(device)
+        self._stream = self._torch.Stream(device)  # [Note: streams and pools]
+        self._pool = self._torch.graph_pool_handle()
         self._say = say
         self.graphs: dict[Case, _UpdateGraph] = {}
         """By the case of the last microbatch, which is the same on all ranks."""
@@ -180,6 +186,7 @@ class UpdateGraphs:
         for graph in self.graphs.values():
             graph.graph.reset()
         self.graphs.clear()
+        self._pool = self._torch.graph_pool_handle()  # [Note: streams and pools]
         self.case = None
 
     def _graph_of(self, case: Case, factor: Tensor, skip: Tensor) -> _UpdateGraph | None:
@@ -218,7 +225,7 @@ class UpdateGraphs:
                 pending.append(shards[number].group.refresh(is_update=True))
 
         # Thread-local: a loader that pins memory, or a checkpoint's writer, may call the device during a capture.
-        with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with self._torch.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             launches.run(factor, skip, send)
             for one in pending:
                 one.wait()
@@ -246,7 +253,9 @@ class GraphRunner(ModelRunner):
         super().__init__(module, passes, hooks, model_call, mesh, patches)
         self._sequence = passes
         self._mesh = mesh
-        self._torch = graphs_of(mesh.world.device)
+        device = mesh.world.device
+        self._torch = graphs_of(device)
+        self._stream = self._torch.Stream(device)  # [Note: streams and pools]
         self._pool = self._torch.graph_pool_handle()  # without it each graph would keep separate memory
         self._max_graphs = max_graphs
         self.graphs: dict[Case, _Graph] = {}
@@ -257,7 +266,7 @@ class GraphRunner(ModelRunner):
         self._now: int | None = 0  # number of the current state; None: an eager microbatch has left another
         self._seed: Tensor | None = None
         self._said = set[str]()
-        self.updates = UpdateGraphs(optimizer, self._torch, self._pool, self._say)
+        self.updates = UpdateGraphs(optimizer, device, self._say)
         self._addresses: list[int] = []  # of parameters, when the graphs were captured
         self._generation = 0  # grows when graphs are dropped: other ranks may keep theirs
         patches.callback(self._forget)
@@ -341,6 +350,7 @@ class GraphRunner(ModelRunner):
         for graph in self.graphs.values():
             graph.graph.reset()
         self.graphs.clear()
+        self._pool = self._torch.graph_pool_handle()  # [Note: streams and pools]
         self.updates.forget()
         self._generation += 1
         self._times.clear()
@@ -395,7 +405,7 @@ class GraphRunner(ModelRunner):
         steps.scale.on_device = self._seed
         first: Exception | None = None
         try:
-            with self._torch.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with self._torch.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 try:
                     self._find_accumulators()
                     loss = self._record(steps, ready)

@@ -15,6 +15,7 @@ import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.planner import planner
+from lowtide.engine.step.graphs import GraphRunner
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import on_device
@@ -314,17 +315,28 @@ def test_a_graph_takes_the_masks_of_each_step() -> None:
     assert found[0] == found[1]
 
 
+def move_states(engine: lowtide.Engine) -> None:
+    engine.offload_states()
+    engine.reload_states()
+
+
+def drop_updates(engine: lowtide.Engine) -> None:
+    """As after a step in which a parameter has no gradient."""
+    if isinstance(runner := engine._runner, GraphRunner):
+        runner.updates.forget()
+
+
+@pytest.mark.parametrize("act", [move_states, drop_updates])
 @on_device()
-def test_states_may_move_between_replays() -> None:
-    """A replay must not write to the memory that states have left."""
+def test_graphs_may_be_dropped_between_replays(act: Callable[[lowtide.Engine], None]) -> None:
+    """A replay must not write to the memory that states have left, or use what was freed with another graph."""
     found = []
     for graphs in (False, True):
         torch.manual_seed(0)
         with optimizer_kernel(), make_engine(models.TinyGPT(width=16), {"compile": {"graphs": graphs}}) as engine:
             for step in range(9):
                 if step == 4:
-                    engine.offload_states()
-                    engine.reload_states()
+                    act(engine)
                 loss = engine.train_step(models.token_batch(step, 2)).loss.item()
             assert not graphs or len(engine._runner.updates.graphs) == 1  # type: ignore[attr-defined]
             found.append(loss)

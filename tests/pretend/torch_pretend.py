@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -137,31 +138,47 @@ def graph_pool_handle() -> tuple[int, int]:
     return 0, torch.ops.pretend.new_pool()
 
 
+Stream = torch.Stream
+
+
 class CUDAGraph:
     """What streams are given between `capture_begin` and `capture_end`, run by each `replay`; see graphs.h.
 
     Capture runs nothing. What CUDA forbids meanwhile is a RuntimeError: waits of the host, copies of its memory, an end
-    before other streams have joined.
+    before other streams have joined. So are a capture in a pool whose graphs were all reset, as torch 2.11 has it, and
+    a replay after a reset of another graph of the stream, with which torch 2.13 frees their workspace of cuBLAS.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._number = 0
         self._pool = (0, 0)
+        self._stream: torch.Stream | None = None
+        self._has_workspace = True
 
     def capture_begin(self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global") -> None:
         self._pool = pool or graph_pool_handle()
+        if _POOLS.get(self._pool, 1) == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: all graphs of this pool were reset")
+        _POOLS[self._pool] = _POOLS.get(self._pool, 0) + 1
+        self._stream = torch.accelerator.current_stream()
+        _CAPTURED.add(self)
         self._number = torch.ops.pretend.capture_begin(self._pool[1])
 
     def capture_end(self) -> None:
         torch.ops.pretend.capture_end()
 
     def replay(self) -> None:
+        if not self._has_workspace:
+            raise RuntimeError("the workspace of this graph's stream was freed with another graph")
         torch.ops.pretend.replay(self._number)
         if _ERRORS:
             raise _ERRORS.pop()
 
     def reset(self) -> None:
         torch.ops.pretend.capture_drop(self._number)
+        _POOLS[self._pool] -= 1
+        for one in _CAPTURED:
+            one._has_workspace &= one._stream != self._stream
 
     def pool(self) -> tuple[int, int]:
         return self._pool
@@ -212,6 +229,8 @@ def _call(token: int) -> None:
         _ERRORS.append(error)
 
 
+_POOLS: dict[tuple[int, int], int] = {}  # graphs that were not reset
+_CAPTURED: weakref.WeakSet[CUDAGraph] = weakref.WeakSet()
 _CALLS: dict[int, Callable[[], object]] = {}
 _STATES: dict[bytes, Tensor] = {}
 _ERRORS: list[BaseException] = []

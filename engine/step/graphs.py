@@ -403,6 +403,7 @@ class GraphRunner(ModelRunner):
         ready = map_tensors(ready, lambda tensor: next(static))
         before = [gradient.state() for gradient in steps.gradients]
         steps.scale.on_device = self._seed
+        stream = torch.accelerator.current_stream(self._mesh.world.device)
         first: Exception | None = None
         try:
             with self._torch.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -418,6 +419,8 @@ class GraphRunner(ModelRunner):
                 raise _not_captured(first) from first
             raise first from None
         finally:
+            # torch leaves the stream of the capture current if the capture cannot end.
+            torch.accelerator.set_stream(stream)
             steps.scale.on_device = None
             # Again, since eager backwards must not run on the stream of the capture.
             self._find_accumulators()

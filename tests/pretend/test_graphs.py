@@ -30,9 +30,12 @@ from tests.pretend.test_memory import Peak, allocated, collected as collected_by
 def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
     """(graph, what `run` has returned)"""
     pretend: Any = torch.get_device_module("pretend")
-    graph = pretend.CUDAGraph()
-    with pretend.graph(graph):
-        return graph, run()
+    graph, stream = pretend.CUDAGraph(), torch.accelerator.current_stream()
+    try:
+        with pretend.graph(graph):
+            return graph, run()
+    finally:
+        torch.accelerator.set_stream(stream)
 
 
 @on_device()
@@ -399,11 +402,13 @@ def test_a_forward_that_the_host_reads_is_refused() -> None:
     with make_engine(Reading(width=16), {"compile": {"graphs": True}}) as engine:
         for step in range(2):
             engine.train_step(models.token_batch(step, 2))
+        stream = torch.accelerator.current_stream()
         for _ in range(2):  # the engine is as before
             with pytest.raises(
                 RuntimeError, match=r"(?s)compile.graphs: expected a forward.*value is read by the host"
             ):
                 engine.train_step(models.token_batch(2, 2))
+            assert torch.accelerator.current_stream() == stream
 
 
 @on_device()

@@ -208,9 +208,8 @@ class graph:
         self._graph.capture_begin(self._pool, self._mode)
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            self._graph.capture_end()
-        finally:
+        self._graph.capture_end()
+        if error[0] is None:  # torch's too does not leave the stream after an error: the capture does not end then
             self._stream.__exit__(*error)
             torch.accelerator.current_stream().wait_stream(self._stream)  # the order of what was recorded
 

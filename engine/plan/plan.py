@@ -19,7 +19,7 @@ from ..config.errors import quoted
 from ..model.deferred import module_for_shapes
 from ..model.prepared_model import tiles_of
 from ..model.sequences import check_sequences
-from .choice import KEYS, Choice, Space, value_at
+from .choice import KEYS, Choice, Space, value_at, without_defaults
 from .estimate import Estimate
 from .machine import Machine
 from .meta_run import MetaRun
@@ -189,7 +189,7 @@ def plan_with(
 ) -> Plan:
     """Plan as `plan_on` does. make_profiler: a blueprint -> a function that profiles microbatches."""
     base = config.as_dict()
-    planner = Planner(model, base, machine, make_profiler, batch)
+    planner = Planner(model, without_defaults(base), machine, make_profiler, batch)
     held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
     wants = bool(config.planned_keys)
     given = None if wants else Choice.of(config.resolve(machine.num_devices))

@@ -42,12 +42,12 @@ def test_what_is_chosen_has_one_list_of_keys() -> None:
 
 @pytest.fixture(scope="module")
 def plan() -> lowtide.Plan:
-    return of_tiny_gpt({"train_batch_size": 16, "zero_optimization": {"stage": 1}, "optimizer": ADAMW})
+    return of_tiny_gpt({"train_batch_size": 4, "zero_optimization": {"stage": 1}, "optimizer": ADAMW})
 
 
 def test_a_plan_of_a_config_says_what_it_takes_and_what_would_be_better(plan: lowtide.Plan) -> None:
     assert plan.config["zero_optimization"] == {"stage": 1} and not plan.reasons and plan.fits
-    assert plan.samples_per_step == 16 and plan.tokens_per_step == 16 * models.LENGTH
+    assert plan.samples_per_step == 4 and plan.tokens_per_step == 4 * models.LENGTH
     assert plan.step_seconds == pytest.approx(sum(plan.seconds.values()))
     kinds = ("parameter", "gradient", "optimizer", "gathered", "activation")
     assert {f"{kind}_bytes" for kind in kinds} < set(plan.bytes)
@@ -63,7 +63,7 @@ def test_what_does_not_fit_says_what_is_missing() -> None:
 
 
 def test_what_would_be_faster_is_faster() -> None:
-    config = {"train_batch_size": 16, "zero_optimization": {"stage": "auto"}, "optimizer": ADAMW}
+    config = {"train_batch_size": 4, "zero_optimization": {"stage": "auto"}, "optimizer": ADAMW}
     for nbytes in sorted({one.peak_bytes for one in of_tiny_gpt(config).front})[::2]:
         tight = of_tiny_gpt(config, device_memory=nbytes)
         assert all(one.step_seconds < tight.step_seconds for one in tight.beyond)
@@ -122,7 +122,7 @@ SPECULATIVE = {"stage": 1, "offload_optimizer": {"device": "cpu", "overlap": "sp
     ],
 )
 def test_a_choice_agrees_with_the_other_keys(config: dict[str, Any], disagrees: Callable[[Choice], object]) -> None:
-    plan = of_tiny_gpt({"train_batch_size": 8, "optimizer": ADAMW, **config})
+    plan = of_tiny_gpt({"train_batch_size": 4, "optimizer": ADAMW, **config})
     assert len(plan.alternatives) > 1 and not any(disagrees(one.choice) for one in plan.alternatives)
 
 
@@ -240,7 +240,7 @@ def test_what_the_trainer_knows_is_left_to_it(tmp_path: Path) -> None:
         "gradient_clipping": "auto",
     }
     config.write_text(json.dumps({**asked, "train_micro_batch_size_per_gpu": "auto"}))
-    assert main([str(config), *SHAPE, "--write", str(written)]) == 0
+    assert main([str(config), *SHAPE, "--global-batch", "4", "--write", str(written)]) == 0
     found = json.loads(written.read_text())
     for section in ("optimizer", "scheduler"):
         params = asked[section]["params"]

@@ -10,7 +10,6 @@ from ..watch.progress import Activity as Activity, Progress as Progress
 from .axis import Axis as Axis, Numels as Numels, Pending as Pending, Terms as Terms, regions_of as regions_of
 from .collectives import (
     EXCHANGE_SLOTS as EXCHANGE_SLOTS,
-    Arriving as Arriving,
     Collectives as Collectives,
     exchange_slot_bytes as exchange_slot_bytes,
 )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from .axis import Axis, Numels, Pending, Terms
+from .axis import Axis, Numels, Terms
 
 EXCHANGE_SLOTS = 2  # other ranks may still read a slot while the next slot is written
 _LEAST_BYTES = 1 << 16
@@ -18,20 +17,6 @@ _LEAST_BYTES = 1 << 16
 def exchange_slot_bytes(nbytes: int) -> int:
     """Round up to the size of a slot: a power of two, so slots are seldom reallocated."""
     return max(_LEAST_BYTES, 1 << (nbytes - 1).bit_length())
-
-
-@dataclass(frozen=True)
-class Arriving:
-    """A tensor on its way to this rank."""
-
-    _out: Tensor
-    _pending: Pending
-    _sent: Tensor  # kept alive until it is sent
-
-    def wait(self) -> Tensor:
-        """Wait for the tensor and return it."""
-        self._pending.wait()
-        return self._out
 
 
 class Collectives:
@@ -97,7 +82,7 @@ class Collectives:
         if size < self.size:
             first = self.place - self.place % size
             near = range(first, first + size)
-            return x if size == 1 else self.trade(x, near, [(place, self.place - first) for place in near], what).wait()
+            return x if size == 1 else self.trade(x, near, [(place, self.place - first) for place in near], what)()
         return self.swap_rows(x, ((1,) * self.size,) * self.size, what)
 
     def swap_rows(self, x: Tensor, counts: Numels, what: str) -> Tensor:
@@ -121,11 +106,13 @@ class Collectives:
         self._axis.transport.swap(out.view(-1), x.view(-1), numels, what).wait()
         return out
 
-    def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
+    def trade(
+        self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str
+    ) -> Callable[[], Tensor]:
         """Start to send chunks[n] to coordinate to[n], and to receive the chunk of each (coordinate, index) in `of`.
 
-        chunks: (any, ...), contiguous, of the same shape on all ranks, unchanged until `wait`. Several trades may be in
-        flight. Wait for them in the order of their start.
+        Returns a function that waits for the chunks and returns them. chunks: (any, ...), contiguous, of the same shape
+        on all ranks, unchanged until then. Several trades may be in flight. Wait for them in the order of their start.
         """
         chunk_bytes = chunks[0].numel() * chunks.element_size()
         self.bytes_sent += chunk_bytes * sum(place != self.place for place in to)
@@ -134,13 +121,18 @@ class Collectives:
         ranks = {place: rank for rank, place in enumerate(self._axis.places)}
         sources = [(ranks[place], chunk) for place, chunk in of]
         pending = self._axis.transport.pass_on(chunks, [ranks[place] for place in to], sources, out, what)
-        return Arriving(out, pending, chunks)
 
-    def shift(self, x: Tensor, by: int, what: str) -> Arriving:
+        def arrived(_sent: Tensor = chunks) -> Tensor:  # kept alive until it is sent
+            pending.wait()
+            return out
+
+        return arrived
+
+    def shift(self, x: Tensor, by: int, what: str) -> Callable[[], Tensor]:
         """Start to send contiguous x to the coordinate `by` places further, cyclically. See `trade`."""
         to, source = (self.place + by) % self.size, (self.place - by) % self.size
-        arriving = self.trade(x[None], [to], [(source, 0)], what)
-        return replace(arriving, _out=arriving._out[0])
+        arrived = self.trade(x[None], [to], [(source, 0)], what)
+        return lambda: arrived()[0]
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """Return a view of this rank's part of x along `dim`."""

@@ -103,9 +103,8 @@ class Ring:
         # Ranks with this remainder have the same heads, and so form a ring.
         beside = self.exchange.place % self.stride
         at = [place * self.stride + beside for place in to]
-        got = self.exchange.trade(
-            pieces, at, [(place * self.stride + beside, piece) for place, piece in of], _HALVES
-        ).wait()
+        sources = [(place * self.stride + beside, piece) for place, piece in of]
+        got = self.exchange.trade(pieces, at, sources, _HALVES)()
         parts = torch.split(got, [one[0].numel() for one in halves], dim=1)
         return [part.view(one.shape).movedim(0, 2).flatten(2, 3) for part, one in zip(parts, halves, strict=True)]
 
@@ -142,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
                 if found is not None:
                     add_outputs(total[:, :, part], lse[:, :, part], *found)
             if arriving is not None:
-                blocks = arriving.wait()
+                blocks = arriving()
         out = total.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.ring, ctx.scores = ring, scores
@@ -176,13 +175,13 @@ class _RingAttention(torch.autograd.Function):
             # Waits come in the order of the starts (`Collectives.trade`): the sums of a hop, then the keys of the next.
             # After the last hop the sums are `hops` places from the rank of their keys.
             if coming is not None:
-                summed += coming.wait()
+                summed += coming()
             if ring.hops:
                 coming = ring.next(summed, 1 if hop < ring.hops else -ring.hops, _GRADIENTS)
             if arriving is not None:
-                blocks = arriving.wait()
+                blocks = arriving()
         if coming is not None:
-            summed = coming.wait()
+            summed = coming()
         found = [one.to(query.dtype) for one in (of_query, *_unpacked(summed, shapes))]
         return *ring.from_balanced(found), None, None
 

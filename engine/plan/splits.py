@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...comm import EXCHANGE_SLOTS, Arriving, Axis, Collectives, Numels, Pending, Terms, regions_of
+from ...comm import EXCHANGE_SLOTS, Axis, Collectives, Numels, Pending, Terms, regions_of
 from ...comm.axis import Chunk, SoloTransport
 from ...model.patches import ModelPatches
 from ...parallel.expert_dispatch import Slots, split_experts
@@ -195,10 +195,12 @@ class MetaCollectives(Collectives):
         before, y = self.bytes_sent, super().swap_rows(x, counts, what)
         return self._record("swap", y, y.nbytes, before)
 
-    def trade(self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str) -> Arriving:
-        before, arriving = self.bytes_sent, super().trade(chunks, to, of, what)
+    def trade(
+        self, chunks: Tensor, to: Sequence[int], of: Sequence[tuple[int, int]], what: str
+    ) -> Callable[[], Tensor]:
+        before, arrived = self.bytes_sent, super().trade(chunks, to, of, what)
         self._record("trade", chunks, chunks.nbytes, before)
-        return arriving
+        return arrived
 
     def _record(self, kind: Any, y: Tensor, nbytes: int, sent_before: int) -> Tensor:
         self._tracker.counts.exchanges.append(CollectiveCall(self._name, kind, nbytes, self.bytes_sent - sent_before))

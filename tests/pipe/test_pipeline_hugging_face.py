@@ -91,7 +91,7 @@ def test_they_train_like_one_rank(ranks: RankPool, precision: str) -> None:
 
 @on_ranks(2)
 def test_a_builder_and_files_give_the_same_bits_and_from_pretrained_loads_an_export(tmp_path: Path) -> None:
-    over_two = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
+    over_two: dict[str, Any] = {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}
     model: Any = builder(LLAMA)()
     model.save_pretrained(tmp_path / str(torch.distributed.get_rank()))
     first = train(LLAMA, 3, exported=tmp_path / "exported", **over_two)

@@ -4,9 +4,9 @@
     lowtide::gated_mlp       lowtide::gated_mlp_backward       of gated_mlp.py
     lowtide::rotary          its own backward, transposed      of rotary.py
 
-Only compiled code comes here: in eager mode an autograd.Function costs the host less than an operator. If Triton does
-not run, the compiler traces the formula. An operator may return no alias of its inputs, so a tensor that a kernel does
-not need is an empty one. Empty inputs need no launch.
+Only compiled code comes here: in eager mode an autograd.Function costs the host less than an operator. Each operator
+chooses its form when it runs, as the eager kernel does. With backend "reference" the compiler traces the formula.
+An operator may return no alias of its inputs, so a tensor that a kernel does not need is an empty one.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 from torch.library import custom_op, register_autograd, register_fake
+from torch.nn import functional as F
 
 from . import gated_mlp as gated_mlp_kernel, rotary as rotary_kernel, row_norm
 from .dispatch import form_of
@@ -38,10 +39,14 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute y, h = x + residual (empty without), and 1 / deviation of each row, (n_rows,) float32."""
     launches = row_norm.launches_of("rms_norm", form_of(x), _form_of(residual), _form_of(weight), eps, offset, backend)
-    if launches is None:
-        return _fake_rms_norm(x, residual)
-    y, h, rstd = launches.forward(x, residual, weight)
-    return y, h if residual is not None else x.new_empty(0), rstd
+    if launches is not None:
+        y, h, rstd = launches.forward(x, residual, weight)
+        return y, h if residual is not None else x.new_empty(0), rstd
+    total = x if residual is None else (x + residual).contiguous()
+    y = row_norm.rms_norm_reference(total, weight, eps, offset=offset).contiguous()
+    h = total if residual is not None else x.new_empty(0)
+    # No deviations: the backward of this form computes them from h.
+    return y, h, x.new_zeros(x.shape[:-1].numel(), dtype=torch.float32)
 
 
 def _fake_rms_norm(x: Tensor, residual: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,10 +69,18 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """Compute dx, which is also the residual's gradient, and dweight (empty if it is not wanted)."""
     launches = row_norm.launches_of("rms_norm", form_of(h), None, _form_of(weight), eps, offset, backend)
-    if launches is None:
-        return _fake_rms_norm_backward(dy, dh, h, weight, rstd, wants_dweight)
-    dx, dweight = launches.backward(dy, dh, h, weight, rstd, wants_dweight)
-    return dx, _or_empty(dweight, dy)
+    if launches is not None:
+        dx, dweight = launches.backward(dy, dh, h, weight, rstd, wants_dweight)
+        return dx, _or_empty(dweight, dy)
+    wide = torch.promote_types(h.dtype, torch.float32)
+    deviation = torch.rsqrt(h.to(wide).square().mean(-1, keepdim=True) + eps)
+    normed, g, dweight = h.to(wide) * deviation, dy.to(wide), dy.new_empty(0)
+    if weight is not None and wants_dweight:
+        dweight = (g * normed).flatten(0, -2).sum(0).to(weight.dtype)
+    if weight is not None:
+        g = g * (weight.to(wide) + offset)
+    dx = (g - normed * (g * normed).mean(-1, keepdim=True)) * deviation
+    return (dx if dh is None else dx + dh).to(h.dtype).contiguous(), dweight
 
 
 def _fake_rms_norm_backward(
@@ -101,7 +114,10 @@ def _differentiate_rms_norm(ctx: Any, dy: MaybeTensor, dh: MaybeTensor, _: None)
 def gated_mlp(x: Tensor, up: MaybeTensor, activation: str, backend: str) -> Tensor:
     """Compute activation(x) * up; without up, of the halves of x."""
     launches = gated_mlp_kernel.launches_of("gated_mlp", form_of(x), _form_of(up), activation, backend)
-    return _fake_gated_mlp(x, up) if launches is None else launches.forward(x, up)
+    if launches is not None:
+        return launches.forward(x, up)  # type: ignore[no-any-return]
+    gate, up = (x, up) if up is not None else x.chunk(2, dim=-1)
+    return gated_mlp_kernel.gated_reference(gate, up, activation).contiguous()  # type: ignore[arg-type]
 
 
 def _fake_gated_mlp(x: Tensor, up: MaybeTensor, *_: Any) -> Tensor:
@@ -112,10 +128,25 @@ def _fake_gated_mlp(x: Tensor, up: MaybeTensor, *_: Any) -> Tensor:
 def gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, activation: str, backend: str) -> tuple[Tensor, Tensor]:
     """Compute dx and dup (empty without up)."""
     launches = gated_mlp_kernel.launches_of("gated_mlp", form_of(x), _form_of(up), activation, backend)
-    if launches is None:
-        return _fake_gated_mlp_backward(dy, x, up)
-    dx, dup = launches.backward(dy, x, up)
-    return dx, _or_empty(dup, dy)
+    if launches is not None:
+        dx, dup = launches.backward(dy, x, up)
+        return dx, _or_empty(dup, dy)
+    gate, factor = (x, up) if up is not None else x.chunk(2, dim=-1)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    gate, factor, dy = gate.to(wide), factor.to(wide), dy.to(wide)
+    if activation == "silu":
+        activated, dgate = F.silu(gate), torch.ops.aten.silu_backward(dy * factor, gate)
+    else:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        activated = F.gelu(gate, approximate=approximate)
+        dgate = torch.ops.aten.gelu_backward(dy * factor, gate, approximate=approximate)
+    # Autograd is off inside an operator, so the derivative is a formula and no graph of the forward.
+    dgate, dup = dgate.to(x.dtype), (dy * activated).to(x.dtype)
+    return (
+        (dgate.contiguous(), dup.contiguous())
+        if up is not None
+        else (torch.cat((dgate, dup), dim=-1), dgate.new_empty(0))
+    )
 
 
 def _fake_gated_mlp_backward(dy: Tensor, x: Tensor, up: MaybeTensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -139,7 +170,11 @@ def rotary(
 ) -> tuple[Tensor, Tensor]:
     """Rotate q and k, with the strides of empty_like. transposed: the gradient's rotation."""
     launches = rotary_kernel.launches_of(*map(form_of, (q, k, cos, sin)), interleaved, backend)
-    found = (q, k) if launches is None else launches.rotate(q, k, cos, sin, transposed)
+    if launches is not None:
+        found = launches.rotate(q, k, cos, sin, transposed)
+    else:
+        reference = rotary_kernel.rotary_reference
+        found = [reference(x, cos, sin, interleaved=interleaved, transposed=transposed) for x in (q, k)]
     # Compiled code relies on the strides that `_fake_rotary` gives, so the copy has the same.
     rotated_q, rotated_k = (torch.empty_like(like).copy_(x) for x, like in zip(found, (q, k), strict=True))
     return rotated_q, rotated_k

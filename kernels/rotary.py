@@ -58,7 +58,7 @@ def rotary_embedding(
     launches = None
     if is_compiling():
         _check(*forms)
-        if form_uses_triton(backend, "rotary_embedding", *forms):
+        if backend != "reference":
             return operators().rotary(q, k, cos, sin, interleaved, False, backend)  # type: ignore[no-any-return]
     else:
         launches = launches_of(*forms, interleaved, backend)
@@ -67,13 +67,16 @@ def rotary_embedding(
     return tuple(rotary_reference(x, cos, sin, interleaved=interleaved) for x in (q, k))  # type: ignore[return-value]
 
 
-def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate a tensor, (batch, heads, seq, head_dim), in eager torch; float64 stays so."""
+def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, transposed: bool = False) -> Tensor:
+    """Rotate a tensor, (batch, heads, seq, head_dim), in eager torch; float64 stays so. transposed: of gradients."""
     wide_dtype = torch.promote_types(x.dtype, torch.float32)
     rotary_dim = cos.shape[-1]
     wide, rest = x[..., :rotary_dim].to(wide_dtype), x[..., rotary_dim:]
     cos, sin = cos.unsqueeze(1).to(wide_dtype), sin.unsqueeze(1).to(wide_dtype)
-    y = wide * cos + _rotate_pairs(wide, interleaved) * sin
+    if transposed:
+        y = wide * cos - _rotate_pairs(wide * sin, interleaved)
+    else:
+        y = wide * cos + _rotate_pairs(wide, interleaved) * sin
     return torch.cat((y.to(x.dtype), rest), dim=-1)
 
 

@@ -111,6 +111,10 @@ def _planned(arguments: argparse.Namespace) -> Plan:
             "expected one model: --model MODULE:FACTORY, --hf FOLDER, or --layers --hidden --heads --vocab"
         )
     config = _config(arguments)
+    for note in config.notes:
+        # For a trainer it is an argument, and it decides the bytes of all parameters.
+        if note.startswith(("bf16.enabled", "fp16.enabled")):
+            print(note)
     if given:
         missing = [f"--{name}" for name in sizes if name not in given]
         if missing:

@@ -232,15 +232,16 @@ def test_the_command_shows_a_plan(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert re.search(".*".join(map(re.escape, parts)), said, re.DOTALL)
 
 
-def test_what_the_trainer_knows_is_left_to_it(tmp_path: Path) -> None:
+def test_what_the_trainer_knows_is_left_to_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config, written = tmp_path / "ds_config.json", tmp_path / "best.json"
     asked: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}},
         "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": "auto"}},
         "gradient_clipping": "auto",
     }
-    config.write_text(json.dumps({**asked, "train_micro_batch_size_per_gpu": "auto"}))
+    config.write_text(json.dumps({**asked, "train_micro_batch_size_per_gpu": "auto", "bf16": {"enabled": "auto"}}))
     assert main([str(config), *SHAPE, "--global-batch", "4", "--write", str(written)]) == 0
+    assert 'bf16.enabled: "auto" is false: off unless true is given\n' in capsys.readouterr().out
     found = json.loads(written.read_text())
     for section in ("optimizer", "scheduler"):
         params = asked[section]["params"]

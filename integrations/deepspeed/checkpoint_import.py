@@ -15,7 +15,7 @@ from ..checkpoint.checkpoint import MODEL, STATE
 from ..checkpoint.chunk_view import ChunkView, TensorInfo
 from ..checkpoint.dcp import STEP, OptimizerNames, option_blobs
 from ..checkpoint.export import export_source
-from ..checkpoint.files import folder_path
+from ..checkpoint.files import CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
 from ..checkpoint.index import Manifest
 from ..checkpoint.values import encode
@@ -23,7 +23,7 @@ from ..checkpoint.writer import write_part
 from ..engine.archive.run_state import encode_client_state, random_state
 from ..engine.config.config import Config
 from ..optimizers import OPTIMIZERS
-from .checkpoint_files import COUNTERS, DeepSpeedCheckpoint, load_pickle, read_deepspeed
+from .checkpoint_files import COUNTERS, DeepSpeedCheckpoint, is_deepspeed_checkpoint, load_pickle, read_deepspeed
 
 
 def import_deepspeed(
@@ -36,6 +36,11 @@ def import_deepspeed(
     """
     found = read_deepspeed(folder_path(source), tag)
     folder = CheckpointFolder(folder_path(target))
+    if is_deepspeed_checkpoint(folder.path / found.tag):
+        raise CheckpointError(
+            f"{folder.path}: expected another folder than DeepSpeed's, found its checkpoint '{found.tag}', which the "
+            "import would replace. Name a new folder"
+        )
     notes: list[str] = []
     own_state = {
         "random": random_state(torch.device("cpu")),

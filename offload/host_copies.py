@@ -67,6 +67,8 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     """Copy host values to a device without blocking the host. Returns values of the same device type unchanged."""
     if values.device.type == device.type:
         return values
+    if values.device.type != "cpu":  # to the host, which waits for them
+        return values.to(device)
     is_plain = values.layout == torch.strided and not values.is_nested
     # From memory that is not pinned, or through torch's unpinned copy of a tensor with gaps, the host would wait for
     # the copy and for all work queued on the device before it.

@@ -216,7 +216,8 @@ class ModelCall:
             wants_cast = dtype is not None and tensor.is_floating_point()
             # If the tensor requires a gradient, its copy is part of the graph.
             tensor = mark(tensor) if tensor.requires_grad else sent(tensor, device)
-            return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=True)
+            # A copy to the host must have ended when the host computes with it.
+            return tensor.to(device, dtype if wants_cast else tensor.dtype, non_blocking=device.type != "cpu")
 
         return map_tensors(batch, move)
 

@@ -10,12 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
+import lowtide
 from lowtide.kernels.exact_sum import NUM_LIMBS, value_of
 from tests.kit.models import short_gpt, tied_gpt, token_batch
 from tests.kit.ranks import on_device
 from tests.kit.training import Case, Outcome, train
+from tests.pretend.group import register
 from tests.zero import test_early_staging, test_unused_parameters
 
 SHORT = Case(short_gpt, token_batch, steps=2, accumulation=2, clip=0.5)
@@ -94,3 +98,18 @@ def test_a_device_has_the_bits_of_the_cpu(tmp_path: Path) -> None:
     outcomes = [train(case) for case in plain_cases]
     found = {name: differences(case, outcomes[plain_cases.index(plain(case))]) for name, case in CASES.items()}
     assert found == {name: [] for name in CASES}
+
+
+@on_device()
+def test_an_engine_on_the_host_takes_a_batch_of_the_device() -> None:
+    register()
+    model = nn.Linear(4, 1)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    config = {"device": "cpu", "optimizer": {"type": "sgd", "params": {"lr": 0.0}}, "steps_per_print": 0}
+    with lowtide.initialize(model, config, loss_fn=lambda output, batch: output.mean()) as engine:
+        for is_trained in (False, True):  # the gradient of a trained input goes back to the device
+            batch = torch.randn(2, 4)
+            given = (batch.to("pretend") * 2).requires_grad_(is_trained)
+            found = engine.train_step((given,)).loss
+            expected = torch.func.functional_call(nn.Linear(4, 1), weights, batch * 2).mean()
+            assert found.item() == pytest.approx(expected.item(), rel=1e-6), is_trained

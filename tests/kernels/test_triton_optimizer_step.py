@@ -1,16 +1,13 @@
-"""The Triton optimizer step: its bits where every product is exact, its launches, and what it refuses.
+"""The Triton optimizer step: how it rounds, its launches, and what it refuses.
 
-What it computes is asked with the other tiers, in test_optimizer_step.py. The interpreter has no fused multiply-add:
-coefficients and gradients are powers of two here, so that bits are those of any order of rounding.
+What it computes is asked with the other tiers, in test_optimizer_step.py, and its bits in test_weight_rounding.py.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
 import torch
-from torch import Tensor
 
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import ShardUpdate, UpdateLaunches, update_runs, update_shard, update_shards
@@ -19,47 +16,11 @@ from lowtide.kernels.triton.launch import recorded_launches
 from lowtide.kernels.triton.optimizer_step import run_table
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
-from tests.kernels.cpu_kernel import CASES, STATE_DTYPES, assert_same
+from tests.kernels.cpu_kernel import CASES, assert_same
 from tests.kernels.exact import DTYPES
-from tests.kit.grids import pairs
 from tests.kit.training import refusal
 
-NUMEL = 1216  # whole vectors of torch's kernels; a tile, and a rest that is no block
-EXACT: dict[str, Any] = {
-    "lr": 0.125, "betas": (0.5, 0.75), "weight_decay": 0.25, "momentum": 0.5, "dampening": 0.5,
-}  # fmt: skip
 MOMENTUM = {"momentum": 1.0, "dampening": 0.0, "nesterov": False, "lr": 0.0, "weight_decay": 0.0}
-
-
-def powers_of_two(numel: int, low: int, high: int, generator: torch.Generator) -> Tensor:
-    exponents = torch.randint(low, high, (numel,), generator=generator)
-    return torch.randn(numel, generator=generator).sign() * 2.0**exponents
-
-
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch has another order of operations"
-)
-@pytest.mark.parametrize(
-    ("name", "state_dtype", "master_dtype"), pairs(list(CASES), STATE_DTYPES, (torch.float32, torch.float16)), ids=str
-)  # the interpreter truncates bfloat16
-def test_bits_are_those_of_torch(
-    name: str, state_dtype: torch.dtype, master_dtype: torch.dtype, generator: torch.Generator
-) -> None:
-    rule, options = CASES[name]
-    options = options | {key: value for key, value in EXACT.items() if options.get(key)}
-    if name in ("adam", "adagrad"):  # they square the gradient after weights were added to it
-        options["weight_decay"] = 0.0
-    weight = torch.randn(NUMEL, generator=generator).to(master_dtype)
-    gradients = [powers_of_two(NUMEL, -8, 4, generator) for _ in range(2)]
-    runs = [(1030, options), (1040, options | {"weight_decay": 0.0}), (NUMEL, options | {"lr": 0.25})]
-    results = []
-    for backend in ("triton", "reference"):
-        master, out = weight.clone(), torch.full((NUMEL,), torch.nan, dtype=torch.float16)
-        states = list(new_states(rule, master, options, state_dtype).values())
-        for step, gradient in enumerate(gradients, start=1):
-            update_runs(rule, master, gradient.clone(), states, step, runs, 0.5, out, backend=backend)
-        results.append([master, out, *states])
-    assert_same(*results)
 
 
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8], ids=str)

@@ -71,8 +71,9 @@ def test_it_equals_the_formula(
 
 
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("shape", [(5, 246), (2, 3, 2200), (14,)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "activation"), list(zip([(5, 246), (2, 3, 2200), (14,)], ACTIVATIONS, strict=True)), ids=str
+)
 def test_two_halves_of_one_tensor(shape: tuple[int, ...], activation: Activation, generator: torch.Generator) -> None:
     x, n_cols = drawn(shape, torch.bfloat16, generator).requires_grad_(), shape[-1] // 2
     dy = drawn((*shape[:-1], n_cols), torch.bfloat16, generator)

@@ -71,7 +71,9 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints (default: 10)")
     parser.add_argument("--rows", type=int, default=8, help="rows of a batch of each worker (default: 8)")
     parser.add_argument("--layers", type=int, default=4, help="layers (default: 4)")
-    parser.add_argument("--storage", type=Path, default=Path("runs/ray"), help="folder of the run (default: runs/ray)")
+    parser.add_argument(
+        "--storage", type=Path, default=Path("runs/ray"), help="folder; a run in it goes on (default: runs/ray)"
+    )
     parser.add_argument("--kill-worker-at", type=int, help="kill a worker at this step, to see the others go on")
     arguments = parser.parse_args()
 

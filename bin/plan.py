@@ -28,7 +28,7 @@ from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
 from .arguments import Parser, console_of, numbers, output_file, parse_count, parse_counts, parse_size, reports
-from .planned import draw, show
+from .planned import draw, gigabytes, show
 
 _STAGES = {
     0: "stage 0",
@@ -239,14 +239,8 @@ def memory_table(num_params: int, ranks: Sequence[int], is_fp32: bool) -> Table:
     )
     for count in ranks:
         totals = [predict(num_params, stage, count, param, gradient, state).total_bytes for stage in _STAGES]
-        table.add_row(str(count), *(_gigabytes(total) for total in totals))
+        table.add_row(str(count), *(gigabytes(total) for total in totals))
     return table
-
-
-def _gigabytes(nbytes: int) -> str:
-    """Return three figures, or all digits of a large number: 4187, 31.4, 1.88, 0.117."""
-    value = nbytes / 1e9
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _params(text: str) -> list[int]:

@@ -175,4 +175,10 @@ def _apart(points: Sequence[tuple[float, float]], end: float) -> list[int]:
 
 
 def _gb(nbytes: float, unit: str = " GB") -> str:
-    return f"{nbytes / 1e9:.3g}{unit}"
+    return f"{gigabytes(nbytes)}{unit}"
+
+
+def gigabytes(nbytes: float) -> str:
+    """Return three figures, or all digits of a large number: 4187, 31.4, 1.88, 0.117."""
+    value = nbytes / 1e9
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

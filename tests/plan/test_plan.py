@@ -324,6 +324,10 @@ def test_a_number_of_tokens_is_one_number(text: str, capsys: pytest.CaptureFixtu
     assert "argument --tokens: expected a number of tokens, for example 300B, 15T or 1e12" in capsys.readouterr().err
 
 
+def test_gigabytes_have_no_exponent() -> None:
+    assert [planned.gigabytes(nbytes) for nbytes in (1.0632e12, 31.44e9, 117e6)] == ["1063", "31.4", "0.117"]
+
+
 # -- the table of the ZeRO paper --------------------------------------------------------------------------------------
 
 

@@ -200,7 +200,7 @@ HYBRID: list[dict[str, Any]] = [{"shard_size": 2}, {"zero_hpz_partition_size": 2
 Rows = Sequence[tuple[str, Case]]
 STAGES = dict.fromkeys(WAYS, (0, 1, 2, 3)) | {"gathered": (0, 3), "all gathered": (1, 2)}
 ROWS: dict[int, Rows] = {  # by number of ranks
-    1: [(way, CASE.at(3)) for way in ("shown", "set", "set in parts")],
+    1: [(way, CASE.at(3)) for way in WAYS],
     2: [
         (way, CASE.at(stage, config={"communication": {"transport": ("shared_memory", "sockets")[stage in (1, 2)]}}))
         for way, stages in STAGES.items()

@@ -1,7 +1,7 @@
 """An engine on the pretended device gives the bits of one on the CPU, and leaves no memory behind.
 
-`test_host_waits.py` asks the bits of all features. Here are models and settings that are none of them, and pairs of
-features that wait more often.
+`test_host_waits.py` asks the bits of all features, of which each two meet. Here are models and settings that are no
+features, pairs that wait more often, and sums over microbatches beside each place.
 """
 
 import gc
@@ -39,6 +39,10 @@ def zero(stage: int, **sections: Any) -> Case:
 
 
 CASES = {
+    "states in host memory": zero(2, offload_optimizer=HOST),
+    "states in a file": zero(1, offload_optimizer=FILE),
+    "speculative update": zero(2, offload_optimizer={**HOST, "overlap": "speculative"}),
+    "parameters in host memory": zero(3, offload_param=HOST),
     "delayed update": zero(3, offload_optimizer=DELAYED),
     "delayed update, pageable": zero(0, offload_optimizer={**DELAYED, "pin_memory": False}),
     "update in backward, all in host memory": replace(

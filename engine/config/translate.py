@@ -142,8 +142,9 @@ def is_foreign(raw: Mapping[str, Any], fields: type[Section], also: Iterable[str
     """Return whether a file may be written for DeepSpeed. also: further paths that must be ours."""
     ours = own_keys(fields).keys() | REMOVED.keys()
     sections = {path.rpartition(".")[0] for path in ours}
-    empty = {path for path, value in leaves(raw).items() if value == {}} & sections
-    paths = {canonical(path) for path in {*leaves(raw), *also} - empty}
+    written = leaves(raw)
+    empty = {path for path, value in written.items() if value == {}} & sections
+    paths = {canonical(path) for path in {*written, *also} - empty}
     # An object can be a value too: `tensor_parallel.plan` has keys that no list knows.
     objects = tuple(f"{path}." for path in ours - sections)
     is_own = all(path in ours or path.startswith(objects) for path in paths)

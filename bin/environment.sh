@@ -64,7 +64,7 @@ install_lowtide() { # EXTRA
     say "installing lowtide and its [$1] packages into .venv (the first time this takes minutes: torch is large)"
     rm -f "$stamp"
     cd "$root"
-    # pip would compile 20,000 modules one after the other.
+    # pip would compile 20,000 modules. Python compiles the few thousand that are imported, at their first import.
     local pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
     if ! "${pip[@]}" -c bin/constraints.txt -e ".[$1]"; then
         printf 'pip found no way to install the versions of bin/constraints.txt with %s; trying those that fit it\n' \
@@ -72,8 +72,5 @@ install_lowtide() { # EXTRA
         "${pip[@]}" -e ".[$1]" ||
             fail "pip could not install lowtide; its message stands above"
     fi
-    # On all cores. Some packages have files for other versions of Python, which do not compile. An import in a test
-    # must not compile: warnings are errors there, and packages have faulty escape sequences.
-    "$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" || true
     printf '%s\n' "$wanted" >"$stamp"
 }

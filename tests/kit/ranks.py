@@ -526,6 +526,7 @@ def attempt(module: str, name: str, payload: bytes, process_group: bool) -> tupl
 
     warnings.resetwarnings()
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "invalid escape sequence")  # as in pyproject.toml
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)

@@ -110,10 +110,13 @@ class CollectiveWatchdog:
         if not self._is_inside:
             if call.stream is None:
                 return True
+            # Of this thread alone. Device 0, as it begins, would get a context from torch's calls with events.
+            torch.accelerator.set_stream(call.stream)
+            # Other devices than CUDA's may have no graphs. A capture runs nothing that could be awaited.
+            if getattr(torch.get_device_module(self._device), "is_current_stream_capturing", bool)():
+                return True
             # Recorded only now, which costs a running training nothing: it comes behind the operation in its stream.
             if self._asked is None or self._asked[0] is not call:
-                # torch sets this thread's device again afterwards. Device 0, as it begins, would get a context.
-                torch.accelerator.set_device_index(self._device)
                 self._asked = call, torch.Event(self._device)
                 self._asked[1].record(call.stream)
             if self._asked[1].query():

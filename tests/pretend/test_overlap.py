@@ -108,6 +108,19 @@ def watch(values: Tensor, folder: Path) -> None:
     watchdog.stop()
 
 
+@on_device()
+def test_the_watchdog_asks_for_no_event_of_a_capture() -> None:
+    module: Any = torch.get_device_module("pretend")
+    watchdog = CollectiveWatchdog()
+    watchdog.start(0, torch.device("pretend", 0), 0.2)
+    with module.graph(module.CUDAGraph()):
+        watchdog.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
+        watchdog.end()
+        time.sleep(0.5)
+    assert "lowtide overdue" in {thread.name for thread in threading.enumerate()}
+    watchdog.stop()
+
+
 @pytest.mark.parametrize("act", [keep_in_a_file, write_a_checkpoint, watch])
 @on_device()
 def test_a_thread_takes_no_memory_of_another_device(act: Callable[[Tensor, Path], None], tmp_path: Path) -> None:

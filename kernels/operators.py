@@ -172,6 +172,8 @@ def rotary(
     launches = rotary_kernel.launches_of(*map(form_of, (q, k, cos, sin)), interleaved, backend)
     if launches is not None:
         found = launches.rotate(q, k, cos, sin, transposed)
+        if q.stride(-1) == k.stride(-1) == 1:  # else the kernel has rotated contiguous copies
+            return found  # type: ignore[no-any-return]
     else:
         reference = rotary_kernel.rotary_reference
         found = [reference(x, cos, sin, interleaved=interleaved, transposed=transposed) for x in (q, k)]

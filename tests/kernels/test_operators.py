@@ -14,6 +14,7 @@ from lowtide.kernels.dispatch import Backend, operators
 from lowtide.kernels.gated_mlp import swiglu, swiglu_packed
 from lowtide.kernels.rotary import rotary_embedding
 from lowtide.kernels.row_norm import add_rms_norm, rms_norm
+from lowtide.kernels.triton.rotary import Rotation
 from tests.kit.compiling import with_a_new_compiler
 
 ROWS, WIDTH = (2, 3), 12
@@ -101,3 +102,23 @@ def test_operators_keep_the_rules_of_torch() -> None:
     torch.library.opcheck(lowtide.rms_norm, (x, x.detach().clone().requires_grad_(), w, 1e-5, 1.0, "auto"))
     torch.library.opcheck(lowtide.gated_mlp, (x, None, "silu", "auto"))
     torch.library.opcheck(lowtide.rotary, (q, k, *tables(8), False, False, "auto"))
+
+
+def test_rotated_heads_are_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel gives the promised strides, of heads that are parts of wider rows too; not if columns are apart."""
+    q, k = (torch.randn(batch, seq, heads, 12)[..., :8].transpose(1, 2) for batch, heads, seq, _ in HEADS)
+    rotated: list[Tensor] = []
+    rotate = Rotation.rotate
+
+    def noted(self: Rotation, *given: Any) -> tuple[Tensor, Tensor]:
+        found = rotate(self, *given)
+        rotated.extend(found)
+        return found
+
+    monkeypatch.setattr(Rotation, "rotate", noted)
+    found = operators().rotary(q, k, *tables(8), False, False, "triton")
+    assert [one.data_ptr() for one in found] == [one.data_ptr() for one in rotated]
+    apart = q.mT.contiguous().mT
+    for one in (q, apart):
+        found = operators().rotary(one, k, *tables(8), False, False, "triton")
+        assert [x.stride() for x in found] == [torch.empty_like(x).stride() for x in (one, k)]

@@ -41,10 +41,13 @@ class Collectives:
         if self.size == 1 or not x.numel():
             return x
         self.bytes_sent += 2 * x.numel() * x.element_size() * (self.size - 1) // self.size
-        slot = self._filled_slot(x, what)
+        transport, slot = self._axis.transport, self._filled_slot(x, what)
+        if not transport.sums_here:  # the backend sums in the slot, which is private to this call
+            transport.all_reduce(slot, slot, what).arrived.wait()
+            return slot.view(x.shape)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         flat = out.view(-1)
-        _sum(self._axis.transport.all_reduce(slot, flat, what), flat)
+        _sum(transport.all_reduce(slot, flat, what), flat)
         return out
 
     def sum_part(self, x: Tensor, dim: int, what: str) -> Tensor:
@@ -54,11 +57,15 @@ class Collectives:
         if self.size == 1:
             return x
         self.bytes_sent += x.numel() * x.element_size() * (self.size - 1) // self.size
-        parts = _first(x, dim)
-        slot = self._filled_slot(parts, what)
+        transport, parts = self._axis.transport, _first(x, dim)
         shape = (parts.shape[0] // self.size, *parts.shape[1:])
+        if not transport.sums_here:  # the backend reads the parts where they are, and writes the sum to `out`
+            out = torch.empty(shape, dtype=x.dtype, device=x.device)
+            transport.reduce_scatter(parts.view(-1), out.view(-1), what).arrived.wait()
+            return out.transpose(0, dim)
+        slot = self._filled_slot(parts, what)
         out = torch.empty(shape, dtype=x.dtype, device=x.device)
-        _sum(self._axis.transport.reduce_scatter(slot, None, what), out.view(-1))
+        _sum(transport.reduce_scatter(slot, None, what), out.view(-1))
         return out.transpose(0, dim)
 
     def gather(self, x: Tensor, dim: int, what: str) -> Tensor:

@@ -110,6 +110,7 @@ class MetaTransport(SoloTransport):
         super().__init__(_META)
         self.size, self.rank = size, place
         self._kind, self._tracker = transport, tracker
+        self.sums_here = transport != "native"
         self._reserved = 0
         self._opened: list[tuple[int, int]] = []  # bytes of a slot, and bytes received for it
 
@@ -143,8 +144,8 @@ class MetaTransport(SoloTransport):
 
     def reduce_scatter(self, slot: Tensor, spare: Tensor | None, what: str) -> Terms:
         shard = slot[: slot.numel() // self.size]
-        if self._kind == "native":
-            shard = torch.empty_like(shard)
+        if self._kind == "native" and spare is not None:
+            shard = spare
         self._receive(shard)
         return Terms(Pending(), slice(0, shard.numel()), lambda: [shard], lambda: None)
 

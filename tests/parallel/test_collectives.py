@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -92,6 +93,21 @@ def test_the_first_message_may_be_empty(transport: str) -> None:
     assert exchange.sum_part(torch.empty(4, 0), 0, NAME).shape == (2, 0)
     exchange.release_slots()
     assert exchange.shift(torch.empty(0, 3), 1, NAME)().shape == (0, 3)
+
+
+@on_ranks(2)
+def test_a_backend_sums_where_the_sum_is_used() -> None:
+    """No copy follows it, and none comes before the sum of a part, which only reads the terms."""
+    exchange, shape = exchange_on(2, "native"), (6, 4)
+    transport, x = exchange._axis.transport, of_rank(exchange.place, shape)
+    with patch.object(transport, "all_reduce", wraps=transport.all_reduce) as called:
+        total = exchange.sum(x, NAME)
+    assert called.call_args.args[0].data_ptr() == total.data_ptr()
+    with patch.object(transport, "reduce_scatter", wraps=transport.reduce_scatter) as called:
+        part = exchange.sum_part(x, 0, NAME)
+    terms, out, _ = called.call_args.args
+    assert (terms.data_ptr(), out.data_ptr()) == (x.data_ptr(), part.data_ptr())
+    assert torch.equal(x, of_rank(exchange.place, shape))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

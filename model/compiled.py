@@ -10,10 +10,16 @@ units, the forward of each unit is compiled, and of each largest module that con
 
 All parameters are gathered when a compiled forward begins, so torch's guards see them as at compile time. The
 wrapper of torch.compile(module) is removed meanwhile, so names contain no "_orig_mod".
+
+[Note: caches]
+A key-value cache has a place for each block, so each block would compile its graph, and torch stops for all blocks
+after 8 graphs (`recompile_limit`). So a call of the model makes no cache by default, as a trained model has no use
+for it, and a block that is given a cache, as in `generate`, runs its forward uncompiled.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -24,6 +30,7 @@ import torch
 from torch import nn
 
 from .blocks import has_forward
+from .caches import configs_of, is_cache, without_caches
 from .patches import ModelPatches
 from .recomputing import Recomputing
 
@@ -46,6 +53,7 @@ class Compiled:
         self._patches = patches
         self._wanted: dict[int, tuple[nn.Module, Compile]] = {}
         self._possible: set[int] | None = None  # ids of modules; None: all
+        self._makes_caches = True
         self.module = model
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled yet, and the import would take a second
             self.module = self._unwrapped(model)
@@ -78,6 +86,8 @@ class Compiled:
             divided += parts != [module]
             done.update(map(id, parts))
             self._compile(parts, make)
+        if self._wanted:
+            self._make_no_caches()
         for module in _outside(self.module, inner):
             self._patches.override(module, "compile", _compiling(self, module, inner))
             self._patches.override(module, "__call__", _refusing_to_be_traced(module))
@@ -86,6 +96,21 @@ class Compiled:
     def compile(self, module: nn.Module, inner: Collection[int], make: Compile) -> None:
         """Compile a module, for `module.compile()`."""
         self._compile(list(_parts(module, inner)), make)
+        self._make_no_caches()
+
+    def _make_no_caches(self) -> None:
+        """Let calls of the model make no cache by default. See [Note: caches]."""
+        configs, forward = configs_of(self.module), self.module.forward
+        if not self._makes_caches or not any(hasattr(config, "use_cache") for config in configs):
+            return
+        self._makes_caches = False
+
+        @functools.wraps(forward)
+        def without(*args: Any, **kwargs: Any) -> Any:
+            with without_caches(configs):
+                return forward(*args, **kwargs)
+
+        self._patches.override(self.module, "forward", without)
 
     def _compile(self, parts: list[nn.Module], make: Compile) -> None:
         for part in parts:
@@ -96,7 +121,7 @@ class Compiled:
             inner = forward.forward if isinstance(forward, Recomputing) else forward
             if getattr(inner, "_torchdynamo_disable", False):  # `untraced`: torch.compile around it would trace it
                 continue
-            compiled = make(inner)
+            compiled = _unless_cached(make(inner), inner)
             new = replace(forward, forward=compiled) if isinstance(forward, Recomputing) else compiled
             self._patches.override(part, "forward", new)
 
@@ -153,6 +178,17 @@ def _compiling(compiled: Compiled, module: nn.Module, units: Collection[int]) ->
         compiled.compile(module, units, lambda function: torch.compile(function, *args, **kwargs))
 
     return compile
+
+
+def _unless_cached(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Call `compiled`, or `forward` if an argument is a cache. See [Note: caches]."""
+
+    @functools.wraps(compiled)  # with the mark by which a later torch.compile finds `forward` in it
+    def run(*args: Any, **kwargs: Any) -> Any:
+        cached = any(map(is_cache, args)) or any(map(is_cache, kwargs.values()))
+        return (forward if cached else compiled)(*args, **kwargs)
+
+    return run
 
 
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..model.caches import configs_of, without_caches
 from ..model.patches import ModelPatches
 from .split.absent import is_missing, resolved
 from .split.carried import Carried, CarriedSpec, OuterValues
@@ -49,7 +49,7 @@ class Stage:
         self._spec: CarriedSpec | None = None
         for name, module in model.named_modules():
             _check_outputs_of_all_blocks(name, module)
-        self._configs = list({id(config): config for config in map(_config_of, model.modules())}.values())
+        self._configs = configs_of(model)
 
     @property
     def module(self) -> nn.Module:
@@ -86,7 +86,8 @@ class Stage:
         replay = Replay(self.plan, self.index, received, outputs, self._replayed.device, values, self._streams)
         if self._streams is not None:
             self._streams.begin_forward()
-        with _without_caches(self._configs):
+        # A stage has no keys and values of the remaining stages.
+        with without_caches(self._configs):
             result = self._replayed.run(replay, call)
             if isinstance(result, LeaveForward):
                 carried = self._carried(call, form, replay, result, outputs)
@@ -195,26 +196,9 @@ def _expanded(spec: CarriedSpec) -> list[Any]:
     return [output for output, count in spec.outputs for _ in range(count)]
 
 
-@contextmanager
-def _without_caches(configs: Sequence[Any]) -> Iterator[None]:
-    """Turn `config.use_cache` off within the context: a stage has no keys and values of the remaining stages."""
-    caching = [config for config in configs if getattr(config, "use_cache", None) is True]
-    for config in caching:
-        config.use_cache = False
-    try:
-        yield
-    finally:
-        for config in caching:
-            config.use_cache = True
-
-
-def _config_of(module: nn.Module) -> Any:
-    return getattr(module, "config", None)
-
-
 def _check_outputs_of_all_blocks(name: str, module: nn.Module) -> None:
     """Refuse a router loss: it needs the outputs of all blocks, and a stage has only some blocks."""
-    if getattr(_config_of(module), "output_router_logits", False) is True:
+    if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
         raise ValueError(
             f"pipeline: config.output_router_logits of '{name or '(the model)'}' is True: this loss needs the routers "
             "of all blocks on the same rank; set it to False"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from ...model.caches import is_cache
 from ...model.patches import ModelPatches
 from ...model.recomputing import BufferValues, Recomputing, copy_states
 from ...watch.log import logger
@@ -35,7 +36,7 @@ def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], 
     # An evaluation keeps no activations, so it has nothing to recompute.
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    caches = [type(one).__name__ for one in (*args, *kwargs.values()) if _adds(one)]
+    caches = [type(one).__name__ for one in (*args, *kwargs.values()) if is_cache(one)]
     if caches:
         # The recomputation would add keys twice, and a kept cache would keep activations alive.
         forward = partial(_with_copies, forward)
@@ -48,13 +49,7 @@ def _recomputed(said: set[str], module: nn.Module, forward: Callable[..., Any], 
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _adds(value: Any) -> bool:
-    """Return whether a value is a key-value cache, as in transformers."""
-    # By name, since transformers need not be installed.
-    return type(value).__name__.endswith("Cache")
-
-
 def _with_copies(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a forward with copies of caches; the recomputation gets the caches as the forward saw them."""
-    args = tuple(copy_states(one) if _adds(one) else one for one in args)
-    return forward(*args, **{key: copy_states(one) if _adds(one) else one for key, one in kwargs.items()})
+    args = tuple(copy_states(one) if is_cache(one) else one for one in args)
+    return forward(*args, **{key: copy_states(one) if is_cache(one) else one for key, one in kwargs.items()})

@@ -16,6 +16,7 @@ from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.model import prepared_model
 from lowtide.engine.step.graphs import are_possible
+from lowtide.model.caches import is_cache
 from tests.engine.adapted import base, tokens
 from tests.kit import models
 from tests.kit.compiling import with_a_new_compiler
@@ -332,6 +333,25 @@ def test_kernels_by_name_are_operators_of_one_graph() -> None:
     (plain, _), (losses, counts) = train_llama(base, 3, more, FULLGRAPH)
     assert losses == pytest.approx(plain, rel=2**-7)
     assert counts[2:] == [(counts[2][0], 0, 0)] * 2
+
+
+@on_ranks(1)
+def test_a_cache_costs_no_graphs() -> None:
+    """It has a place for each block, and torch gives up after 8 graphs, which fullgraph=True makes an error."""
+    from tests.kernels.fused_models import llama  # without transformers the test is skipped
+
+    with_a_new_compiler()
+    config = settings(**EAGER_BLOCKS | {"compile": EAGER_BLOCKS["compile"] | {"fullgraph": True}})
+    with lowtide.initialize(llama(num_hidden_layers=9), config) as engine:
+        model: Any = engine.module
+        batch = {"input_ids": tokens(0)[:2], "labels": tokens(0)[:2]}
+        with torch.no_grad():
+            model.generate(batch["input_ids"], max_new_tokens=2, do_sample=False)
+            with_cache = engine(**batch, use_cache=True)
+        assert counters["stats"]["unique_graphs"] == 0 and any(map(is_cache, with_cache.values()))
+        loss = engine.train_step(batch).loss.item()
+        assert counters["stats"]["unique_graphs"] == 1 and model.config.use_cache is True
+        assert loss == pytest.approx(with_cache.loss.item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(

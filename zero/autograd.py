@@ -49,6 +49,15 @@ def accumulators_of(params: Iterable[nn.Parameter]) -> dict[int, Node]:
     return found
 
 
+def forget_accumulators(params: Iterable[nn.Parameter]) -> None:
+    """Let the next graph make these nodes anew, even if an earlier graph lives: that of a loss that a block keeps."""
+    with torch._C.DisableTorchFunctionSubclass():
+        for param in params:
+            values, other = param.data, torch.float32 if param.dtype == torch.float64 else torch.float64
+            param.data = values.new_empty(0, dtype=other)  # values of another dtype: torch drops its reference
+            param.data = values
+
+
 def will_run(nodes: Iterable[Node]) -> bool:
     """Whether the current run reaches any of these accumulators and adds to `grad`.
 

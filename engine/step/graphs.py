@@ -45,6 +45,7 @@ from ...comm import Mesh, Pending, World
 from ...kernels.optimizer_step import UpdateLaunches
 from ...model.patches import ModelPatches
 from ...watch.log import logger
+from ...zero.autograd import forget_accumulators
 from ...zero.gradient import GradientState
 from ...zero.hooks import UnitHooks
 from ...zero.optimizer import ShardedOptimizer
@@ -437,6 +438,7 @@ class GraphRunner(ModelRunner):
         """Make the nodes that accumulate gradients anew: autograd runs them on the stream that was current then."""
         for unit in self.passes.units:
             unit.accumulators.clear()
+            forget_accumulators(unit.params())
             unit.find_accumulators()
 
     def _record(self, steps: Steps, ready: Any) -> Tensor:

@@ -126,7 +126,10 @@ def test_a_graph_keeps_no_memory_of_others() -> None:
 
 
 class Dropping(nn.Module):
-    """A block with a batch norm and dropout behind it: a replay changes buffers, and draws numbers."""
+    """A block with a batch norm and dropout behind it: a replay changes buffers, and draws numbers.
+
+    It keeps the graph of its forward, as blocks do that keep an auxiliary loss.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -134,7 +137,8 @@ class Dropping(nn.Module):
         self.norm = nn.BatchNorm1d(models.LENGTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.dropout(self.norm(self.block(x)), 0.2)
+        self.kept = self.norm(self.block(x))
+        return nn.functional.dropout(self.kept, 0.2)
 
 
 def dropping() -> nn.Module:

@@ -32,8 +32,10 @@ capture in it. So the graphs after them get another pool.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,6 +61,7 @@ from .steps import Steps
 
 WARM_UP = 2
 _EAGER = "eager"
+_MODE = "thread_local"  # a loader that pins memory, or a checkpoint's writer, may call the device during a capture
 Case = tuple[tuple[str, int | None], ...]
 """What a graph is valid for: (text, number of the state) by rank; once if it is equal on all ranks."""
 
@@ -225,8 +228,7 @@ class UpdateGraphs:
             if shards[number].group.axes.are_refreshed:
                 pending.append(shards[number].group.refresh(is_update=True))
 
-        # Thread-local: a loader that pins memory, or a checkpoint's writer, may call the device during a capture.
-        with self._torch.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        with _captures(self._torch.graph(graph, self._pool, self._stream, capture_error_mode=_MODE)):
             launches.run(factor, skip, send)
             for one in pending:
                 one.wait()
@@ -407,7 +409,7 @@ class GraphRunner(ModelRunner):
         stream = torch.accelerator.current_stream(self._mesh.world.device)
         first: Exception | None = None
         try:
-            with self._torch.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            with _captures(self._torch.graph(graph, self._pool, self._stream, capture_error_mode=_MODE)):
                 try:
                     self._find_accumulators()
                     loss = self._record(steps, ready)
@@ -461,6 +463,23 @@ class GraphRunner(ModelRunner):
             return self._now
         self._states.append(after)
         return len(self._states) - 1
+
+
+@contextmanager
+def _captures(graph: Any) -> Iterator[None]:
+    """Enter the context of a capture, without collections of garbage.
+
+    One may free a graph, or pinned memory, of an engine that nobody closed. The device refuses that meanwhile, and ends
+    the capture.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with graph:
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _tensors_of(ready: Any) -> list[Tensor]:

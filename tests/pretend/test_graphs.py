@@ -1,5 +1,6 @@
 """Graphs: what the device forbids while one is captured, and trainings that replay them."""
 
+import gc
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -420,6 +421,32 @@ def test_a_replayed_step_waits_once() -> None:
     with make_engine(models.TinyGPT(width=16), {"compile": {"graphs": True}, "gradient_clipping": 0.1}) as engine:
         counts = [len(waits_of(partial(engine.train_step, models.token_batch(step, 2)))) for step in range(6)]
     assert max(counts[3:]) <= 1, counts  # the third step captures
+
+
+@on_device()
+def test_no_garbage_is_collected_during_a_capture() -> None:
+    """CUDA ends the capture if a collection frees a graph of another engine."""
+    pretend: Any = torch.get_device_module("pretend")
+    collected, threshold = list[bool](), gc.get_threshold()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collected.append(pretend.is_current_stream_capturing())
+
+    torch.accelerator.synchronize()
+    collected_bytes()  # without this, an earlier engine is freed at any time
+    gc.callbacks.append(note)
+    gc.set_threshold(50)
+    try:
+        config = {"compile": {"graphs": True}}
+        with optimizer_kernel(), make_engine(models.TinyGPT(width=16, layers=1), config) as engine:
+            for step in range(3):
+                engine.train_step(models.token_batch(step, 2))
+            assert len(engine._runner.updates.graphs) == 1  # type: ignore[attr-defined]
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(note)
+    assert collected and not any(collected)
+    assert gc.isenabled()
 
 
 def train_with(config: dict[str, Any], text: str, **given: Any) -> None:

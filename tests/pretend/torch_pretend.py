@@ -204,14 +204,17 @@ class graph:
     def __enter__(self) -> None:
         synchronize()
         gc.collect()
+        self._outer = torch.accelerator.current_stream()
         self._stream.__enter__()
         self._graph.capture_begin(self._pool, self._mode)
 
     def __exit__(self, *error: Any) -> None:
-        self._graph.capture_end()
+        try:
+            self._graph.capture_end()
+        finally:
+            self._outer.wait_stream(self._stream)  # the order of what was recorded; after an error nothing of it runs
         if error[0] is None:  # torch's too does not leave the stream after an error: the capture does not end then
             self._stream.__exit__(*error)
-            torch.accelerator.current_stream().wait_stream(self._stream)  # the order of what was recorded
 
 
 def record(run: Callable[[], object]) -> None:

@@ -38,6 +38,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -270,7 +271,7 @@ class GraphRunner(ModelRunner):
         self._seed: Tensor | None = None
         self._said = set[str]()
         self.updates = UpdateGraphs(optimizer, device, self._say)
-        self._addresses: list[int] = []  # of parameters, when the graphs were captured
+        self._addresses: list[int] = []  # of parameters and buffers, when the graphs were captured
         self._generation = 0  # grows when graphs are dropped: other ranks may keep theirs
         patches.callback(self._forget)
 
@@ -279,8 +280,11 @@ class GraphRunner(ModelRunner):
         self._now = 0 if not steps.accumulated.num_begun else None
         # In each step, as `Steps.register_groups` makes another `StepUpdate` after a group was added.
         steps.update.update_all = self.updates.update_all
-        addresses = [group.shard.data_ptr() for unit in self.passes.units for group in unit.groups]
+        shards = [group.shard for unit in self.passes.units for group in unit.groups]
+        addresses = [tensor.data_ptr() for tensor in chain(shards, self._module.buffers())]
         if addresses != self._addresses or self.updates.have_moved():
+            if self._addresses:
+                self._say("graphs begin anew: parameters, buffers or states have other memory than in the last step")
             self._forget()
             self._addresses = addresses
         for microbatch in self.model_call.microbatches_of(batch, steps.accumulated.accumulation):

@@ -187,7 +187,7 @@ CASES = [
     Case(2, "fp32", 2, {"prescale_gradients": True}),
     Case(1, "fp32", 1, rows=(2, 3)),
     Case(1, "fp32", 1, {"compile": {"graphs": True, "max_graphs": 1}}, rows=(2, 3)),
-    *(Case(2, "bf16", 1, between=what) for what in ("evaluation", "by hand", "modes", "rates")),
+    *(Case(2, "bf16", 1, between=what) for what in ("evaluation", "by hand", "modes", "rates", "buffers")),
 ]
 
 
@@ -204,6 +204,9 @@ def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...]) -
         engine.module.blocks[0].eval()  # type: ignore[index, union-attr]
     elif what == "rates":
         engine.optimizer.param_groups[0]["lr"] = 0.5
+    elif what == "buffers":
+        norm: Any = engine.module.blocks[0].norm  # type: ignore[index]
+        norm.running_mean = norm.running_mean + 1
 
 
 def trained(case: Case, graphs: bool) -> tuple[list[Any], dict[str, Tensor], int, int]:

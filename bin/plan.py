@@ -23,12 +23,12 @@ from ..engine.config.read import leaves, read
 from ..engine.config.translate import AUTO
 from ..engine.model.deferred import module_for_shapes
 from ..engine.plan.llama import Shape, batch, build, short_profiler
-from ..engine.plan.machine import Machine, calibrated
+from ..engine.plan.machine import Machine, calibrated, gigabytes
 from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
 from .arguments import Parser, console_of, numbers, output_file, parse_count, parse_counts, parse_size, reports
-from .planned import draw, gigabytes, show
+from .planned import draw, show
 
 _STAGES = {
     0: "stage 0",

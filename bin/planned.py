@@ -10,6 +10,7 @@ from rich.table import Table
 from ..engine.config.config import Config
 from ..engine.config.errors import quoted
 from ..engine.plan.choice import KEYS, Choice, value_at
+from ..engine.plan.machine import gigabytes
 from ..engine.plan.plan import Alternative, Plan
 from .arguments import numbers, picture
 
@@ -176,9 +177,3 @@ def _apart(points: Sequence[tuple[float, float]], end: float) -> list[int]:
 
 def _gb(nbytes: float, unit: str = " GB") -> str:
     return f"{gigabytes(nbytes)}{unit}"
-
-
-def gigabytes(nbytes: float) -> str:
-    """Return three figures, or all digits of a large number: 4187, 31.4, 1.88, 0.117."""
-    value = nbytes / 1e9
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

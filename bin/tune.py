@@ -22,7 +22,7 @@ from rich.table import Table
 
 from ..engine.config.config import Config
 from ..engine.config.read import read
-from ..engine.plan.machine import fit_factors
+from ..engine.plan.machine import fit_factors, gigabytes
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch
@@ -276,7 +276,7 @@ def _number(value: float | None) -> str:
 
 
 def _gigabytes(value: float | None) -> str:
-    return "" if value is None else f"{value / 1e9:.3g}"
+    return "" if value is None else gigabytes(value)
 
 
 def draw(measured: Sequence[Tried], path: Path) -> None:

@@ -197,7 +197,7 @@ def train(
     ) as display:
         size, num_bytes = shape_of(arguments).num_parameters, len(text.train)
         display.say(f"{size / 1e6:.1f}M parameters, {num_bytes / 1e6:.1f}M bytes of text, config {arguments.config}")
-        display.say(f"{engine.world_size} processes, {tokens_per_step:,} tokens a step")
+        display.say(f"world size {engine.world_size}, {tokens_per_step:,} tokens a step")
         engine.train()
         for batch in islice(text_batches(engine, text.train, arguments), engine.global_step, arguments.steps):
             losses.append(engine.train_step(batch).loss.item())

@@ -26,7 +26,7 @@ from ..step.batch import loss_of
 from .choice import Choice, without_defaults
 from .estimate import estimate, writes_gradients
 from .layered import layered_memory
-from .machine import Machine, calibrated
+from .machine import Machine, calibrated, gigabytes
 from .measured import Measured, default_path, device_key
 from .meta_run import MetaRun
 from .pipelined import memory_by_place
@@ -81,7 +81,7 @@ def _planned(
     with torch.random.fork_rng(devices=[]):
         made = plan_on(model, config, machine_here(world, num_hosts)[0], sample_batch, loss_fn)
     if not made.fits:
-        missing = ", ".join(f"{nbytes / 1e9:.3g} GB of {where} on each rank" for where, nbytes in made.missing.items())
+        missing = ", ".join(f"{gigabytes(nbytes)} GB of {where} on each rank" for where, nbytes in made.missing.items())
         raise ValueError(
             f'"auto": nothing fits on {world.size} ranks; the smallest config lacks {missing}. Use more devices, a '
             "smaller train_batch_size, or offload to a drive: set nvme_path of zero_optimization.offload_optimizer"

@@ -226,3 +226,9 @@ def calibrated(machine: Machine, factors: Factors) -> Machine:
     changes |= {name: getattr(machine, name) * factors.moving for name in _WAITS}
     speeds = machine.speeds and machine.speeds.calibrated(factors)
     return replace(machine, speeds=speeds, **changes)
+
+
+def gigabytes(nbytes: float) -> str:
+    """Return three figures, or all digits of a large number: 4187, 31.4, 1.88, 0.117."""
+    value = nbytes / 1e9
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

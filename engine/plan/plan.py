@@ -21,7 +21,7 @@ from ..model.prepared_model import tiles_of
 from ..model.sequences import check_sequences
 from .choice import KEYS, Choice, Space, value_at, without_defaults
 from .estimate import Estimate
-from .machine import Machine
+from .machine import Machine, gigabytes
 from .meta_run import MetaRun
 from .planner import Planner, Profiler
 from .search import Found, Result, search
@@ -105,9 +105,9 @@ class Plan:
     def summary(self) -> str:
         """One line with the time of a step, and the memory that is free or missing."""
         rank = f"the fastest of {self.num_choices:,}: " if self.reasons and self.fits else ""
-        free = (self.machine.device_bytes - self.peak_bytes) / 1e9
-        lacks = " and ".join(f"{nbytes / 1e9:.3g} GB of {where}" for where, nbytes in self.missing.items())
-        memory = f"{free:.3g} GB of a device to spare" if self.fits else f"does not fit, {lacks} missing"
+        free = gigabytes(self.machine.device_bytes - self.peak_bytes)
+        lacks = " and ".join(f"{gigabytes(nbytes)} GB of {where}" for where, nbytes in self.missing.items())
+        memory = f"{free} GB of a device to spare" if self.fits else f"does not fit, {lacks} missing"
         return f"{rank}{self.step_seconds:.3g} s a step, {memory}"
 
     @property

@@ -21,7 +21,7 @@ from lowtide.bin.plan import main
 from lowtide.engine.config.translate import PLANNED, PLANNED_BESIDE
 from lowtide.engine.plan.choice import KEYS, Choice
 from lowtide.engine.plan.llama import LlamaBlock, Shape, batch, build, short_profiler
-from lowtide.engine.plan.machine import Machine
+from lowtide.engine.plan.machine import Machine, gigabytes
 from lowtide.engine.plan.planner import Planner
 from lowtide.engine.report.memory import predict
 from tests.kit import models
@@ -325,7 +325,7 @@ def test_a_number_of_tokens_is_one_number(text: str, capsys: pytest.CaptureFixtu
 
 
 def test_gigabytes_have_no_exponent() -> None:
-    assert [planned.gigabytes(nbytes) for nbytes in (1.0632e12, 31.44e9, 117e6)] == ["1063", "31.4", "0.117"]
+    assert [gigabytes(nbytes) for nbytes in (1.0632e12, 31.44e9, 117e6)] == ["1063", "31.4", "0.117"]
 
 
 # -- the table of the ZeRO paper --------------------------------------------------------------------------------------

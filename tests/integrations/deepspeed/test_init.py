@@ -131,7 +131,7 @@ def test_init_without_effect_and_refused() -> None:
 def test_no_rank_ever_holds_a_model_made_in_init() -> None:
     def make() -> None:
         with deepspeed.zero.Init():
-            layers = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(16)])
+            layers = nn.Sequential(*[nn.Linear(512, 512, bias=False) for _ in range(64)])
             for param in layers.parameters():
                 nn.init.ones_(param)
 

@@ -8,11 +8,14 @@ hooks stay.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .patches import ModelPatches
 
@@ -54,17 +57,47 @@ def use_float8(layers: Iterable[nn.Linear], recipe: str, emulates: bool, patches
     recipe: of torchao, such as "rowwise". emulates: compute the rounded factors in float32, for other devices.
     """
     from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear
 
     config = Float8LinearConfig.from_recipe_name(recipe)
     # Padding: the number of tokens is a dimension of the product that gives the gradient of the weight.
     config = dataclasses.replace(config, emulate=emulates, pad_inner_dim=True)
     # Two small layers show the attributes that torchao adds. They are the same objects for all layers.
     with torch.device("meta"):
-        added = vars(Float8Linear(MULTIPLE, MULTIPLE, config=config)).items()
+        added = vars(_float8_layer()(MULTIPLE, MULTIPLE, config=config)).items()
         usual = vars(nn.Linear(MULTIPLE, MULTIPLE)).keys()
     for layer in layers:
         for name, value in added:
             if name not in usual:
                 patches.override(layer, name, value)
-        patches.exchange_class(layer, Float8Linear)
+        patches.exchange_class(layer, _float8_layer())
+
+
+@contextmanager
+def without_float8(module: nn.Module) -> Iterator[None]:
+    """Let the layers in the module multiply in their dtype, for code that compares runs with different tokens.
+
+    A scale belongs to all tokens of a run, so the same token would get other results.
+    """
+    layers = [part for part in module.modules() if hasattr(type(part), "multiplies_in_float8")]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = _float8_layer()
+
+
+@functools.cache
+def _float8_layer() -> Any:
+    from torchao.float8.float8_linear import Float8Linear
+
+    class Float8Layer(Float8Linear):  # type: ignore[misc]
+        multiplies_in_float8 = True
+
+        def forward(self, input: Tensor) -> Tensor:
+            # A scale follows from the largest element, and an expert may get no tokens.
+            out: Tensor = super().forward(input) if input.numel() else nn.Linear.forward(self, input)
+            return out
+
+    return Float8Layer

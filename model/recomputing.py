@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from .float8 import without_float8
+
 
 @dataclass(frozen=True)
 class Recomputing:
@@ -86,11 +88,11 @@ def _copy(buffer: Tensor) -> Tensor:
 
 @contextmanager
 def in_eval_mode(module: nn.Module) -> Iterator[None]:
-    """Wrap code that runs the module without gradients in eval mode. Restores modes and buffers."""
+    """Wrap code that tries the module: without gradients and float8, in eval mode. Restores modes and buffers."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
-        with BufferValues(module), torch.no_grad():
+        with BufferValues(module), without_float8(module), torch.no_grad():
             yield
     finally:
         for part, was_training in modes:

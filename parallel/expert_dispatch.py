@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from ..comm import Collectives
 from ..kernels.dispatch import once_differentiable
 from ..model.compiled import untraced
+from ..model.float8 import without_float8
 from ..model.patches import ModelPatches
 from ..model.random_states import random_states
 from ..model.recomputing import BufferValues
@@ -81,7 +82,7 @@ class ExpertSelfCheck:
         before = random_states(rows.device)
         made = self._made(rows, experts, 1.0)
         if all(map(torch.equal, before, random_states(rows.device))):  # else two calls differ anyway
-            self._try(rows, experts, made.detach())
+            self._try(rows, experts)
         self._is_tried = True  # after the check: experts that were refused are checked again
         return made
 
@@ -95,9 +96,10 @@ class ExpertSelfCheck:
             )
         return made.to(rows.dtype)
 
-    def _try(self, rows: Tensor, experts: Tensor, made: Tensor) -> None:
+    def _try(self, rows: Tensor, experts: Tensor) -> None:
         num = (len(rows) + 1) // 2
-        with BufferValues(self._module), torch.no_grad():
+        with BufferValues(self._module), without_float8(self._module), torch.no_grad():
+            made = self._made(rows, experts, 1.0)
             found = distance_of(self._made(rows[:num], experts[:num], 0.5), made[:num] * 0.5)
         if found > MOST_NARROW:
             raise ValueError(

@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 import lowtide
 from lowtide.model import float8
+from lowtide.model.patches import ModelPatches
+from lowtide.parallel.expert_dispatch import ExpertSelfCheck
+from lowtide.parallel.tiled_mlp import put_in_tiles
 from tests.kit.compiling import ignore_warning_of_compiler
 from tests.kit.models import TinyGPT, token_batch
 from tests.kit.ranks import RankPool, on_ranks
@@ -109,3 +113,44 @@ def test_stages_of_a_pipeline_have_the_bits_of_one_process(ranks: RankPool) -> N
     (expected,) = ranks(1, trained, [alone])[0]
     (found,) = ranks(2, trained, [staged])[0]
     assert found.losses == expected.losses
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(functional.silu(self.up(x)))
+        return out
+
+    def weighted(self, x: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+        """As experts do it, if there is a single expert."""
+        return self(x) * weights
+
+
+def mlp_in_float8(recipe: str) -> Mlp:
+    torch.manual_seed(0)
+    mlp = Mlp().bfloat16()
+    float8.use_float8([mlp.up, mlp.down], recipe, emulates=True, patches=ModelPatches())
+    return mlp
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_an_expert_without_tokens_has_gradients_of_zeros(recipe: str) -> None:
+    mlp = mlp_in_float8(recipe)
+    x = torch.empty(2, 0, 32, dtype=torch.bfloat16, requires_grad=True)
+    out = mlp(x)
+    out.sum().backward()
+    assert out.shape == x.shape and x.grad is not None
+    assert all(torch.equal(param.grad, torch.zeros_like(param)) for param in mlp.parameters())  # type: ignore[arg-type]
+
+
+def test_checks_that_compare_tokens_do_not_see_the_scale_of_all_tokens() -> None:
+    mlp = mlp_in_float8("tensorwise")
+    x = torch.randn(64, 32, dtype=torch.bfloat16)
+    experts = ExpertSelfCheck("experts", mlp, mlp.weighted)
+    assert torch.equal(experts(x, torch.zeros(64, dtype=torch.int64)), mlp(x))  # still in float8
+    put_in_tiles([("mlp", mlp)], 16, ModelPatches())
+    whole = mlp_in_float8("tensorwise")
+    assert torch.equal(mlp(x), torch.cat([whole(tile) for tile in x.split(16)]))

@@ -33,6 +33,7 @@ capture in it. So the graphs after them get another pool.
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,11 @@ def are_possible(blueprint: Blueprint, world: World) -> bool:
             "compile.graphs: expected gradients that each step sums alike, found the optimizer "
             f"{blueprint.config.optimizer.type!r}: it sends signs after some steps; leave compile.graphs out"  # type: ignore[union-attr]
         )
+    if world.size > 1:
+        # NCCL, which reads this at its first capture, registers the buffers of captured collectives. With torch's
+        # expandable segments, which `lowtide launch` sets, replays then hang or fail.
+        # Source: https://github.com/pytorch/pytorch/issues/158029
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     return True
 
 

@@ -399,10 +399,14 @@ def test_a_cpu_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     assert "compile.graphs: true has no effect here: the CPU launches nothing" in caplog.text
 
 
-def graph_refusal(device: str, config: dict[str, Any], **world: Any) -> str:
+def has_graphs(device: str, config: dict[str, Any], **world: Any) -> bool:
     found: Any = SimpleNamespace(**{"device": torch.device(device), "size": 1, "waits_on_host": False, **world})
+    return are_possible(Blueprint.of(Config.load(config).resolve(1), nn.Linear(3, 1), 1), found)
+
+
+def graph_refusal(device: str, config: dict[str, Any], **world: Any) -> str:
     with pytest.raises(ValueError, match=r"^compile\.graphs: expected") as error:
-        are_possible(Blueprint.of(Config.load(config).resolve(1), nn.Linear(3, 1), 1), found)
+        has_graphs(device, config, **world)
     return str(error.value)
 
 
@@ -412,3 +416,13 @@ def test_what_a_device_or_an_update_does_not_repeat_is_refused() -> None:
     assert "collectives for graphs (NCCL), found gloo, and the host waits for its collectives" in text
     signs = {"optimizer": {"type": "onebitadam", "params": {"freeze_step": 2}}}
     assert "gradients that each step sums alike, found the optimizer 'onebitadam'" in graph_refusal("cuda", signs)
+
+
+@pytest.mark.parametrize(("given", "size", "expected"), [(None, 1, None), (None, 2, "0"), ("1", 2, "1")])
+def test_nccl_registers_no_buffers_of_graphs(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, size: int, expected: str | None
+) -> None:
+    """With torch's expandable segments it would hang. A user may ask for it."""
+    environment = {} if given is None else {"NCCL_GRAPH_REGISTER": given}
+    monkeypatch.setattr(os, "environ", environment)
+    assert has_graphs("cuda", {}, size=size) and environment.get("NCCL_GRAPH_REGISTER") == expected

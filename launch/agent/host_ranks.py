@@ -126,6 +126,14 @@ class RankOutput:
             self._log = None
 
 
+def _writes_to_a_log() -> bool:
+    """Return True if stdout and stderr are the same file or pipe, as in a batch job: no terminal.
+
+    Unbuffered, Python writes a line there in pieces. Without a pipe, lines of more ranks could come between.
+    """
+    return os.path.samestat(os.fstat(1), os.fstat(2)) and not os.isatty(1)
+
+
 def _start_of_traceback(lines: list[str]) -> int:
     """Return the index of the last traceback, or of the first that it refers to; len(lines) without a traceback."""
     start = len(lines)
@@ -253,7 +261,7 @@ class HostRanks:
         start = self._start
         is_plain = plan.rank == PLAIN_RANK
         # Without a pipe `isatty()` holds in the script, so progress bars and colours work. A log needs the pipe.
-        has_terminal = is_plain and start.inherits_terminal and start.log_folder is None
+        has_terminal = is_plain and start.inherits_terminal and start.log_folder is None and not _writes_to_a_log()
         reads_terminal = is_plain and self._at_terminal
         own = dict(plan.environment)
         if has_terminal and sys.stdout.isatty():

@@ -98,6 +98,18 @@ def test_rank_0_keeps_the_terminal(tmp_path: Path) -> None:
     assert "True True True False" in text and "[rank 1]\x1b[0m False False False True" in text
 
 
+def test_lines_of_rank_0_in_a_batch_log_are_whole(tmp_path: Path) -> None:
+    """Rank 0 writes its line in pieces, and rank 1 a line between them."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys, time\nis_0 = os.environ['RANK'] == '0'\nsys.stdout.write('a ')\n"
+        "time.sleep(1.0 if is_0 else 0.0)\nprint('b')\n"
+    )
+    with (tmp_path / "log").open("w") as log:
+        assert subprocess.run([*LAUNCH, *TWO, str(script)], stdout=log, stderr=log, timeout=120).returncode == 0
+    assert sorted((tmp_path / "log").read_text().splitlines()) == ["[rank 1] a b", "a b"]
+
+
 def test_a_slow_reader_gets_every_line_whole(tmp_path: Path) -> None:
     """Through pipes that hold a fraction of it, to a reader that starts late: the ranks wait."""
     job = Job(tmp_path, FLOODS, "--nproc", "3", "--log-dir", "logs")

@@ -1,4 +1,4 @@
-"""`lowtide report RUN`: show the memory of a recorded step on each rank, and write an HTML page of the run.
+"""`lowtide report RUN`: show the memory of a recorded step on the fullest rank, and write an HTML page of the run.
 
 The page is a single file that loads nothing. It has charts of the metrics, and tables of profiles and memory.
 """

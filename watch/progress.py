@@ -115,8 +115,8 @@ class RankProgress:
     begun: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
-        """`step 12, forward of layers.7, microbatch 1: waiting in gather of layers.7 (seq 120) for 31 s`."""
-        doing = f"step {self.step}, {self.activity}" if self.has_joined else self.activity
+        """`after step 12, forward of layers.7, microbatch 1: waiting in gather of layers.7 (seq 120) for 31 s`."""
+        doing = f"after step {self.step}, {self.activity}" if self.has_joined else self.activity
         if self.unit:
             doing += f" {self.unit}" if self.activity == Activity.PIPELINE.value else f" of {self.unit}"
         if self.microbatch is not None:

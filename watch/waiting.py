@@ -16,8 +16,8 @@ def who_waits_for_whom(ranks: Reports, hosts: Mapping[int, str] | None = None) -
     ranks: the newest report of every rank of the job, or None. hosts: the host of each rank, if there are several.
     Example:
 
-        ranks 0-2: step 12, forward of layers.7: waiting in gather of layers.7 (seq 120) for 31 s
-        rank 3: step 12, data loading for 33 s
+        ranks 0-2: after step 12, forward of layers.7: waiting in gather of layers.7 (seq 120) for 31 s
+        rank 3: after step 12, data loading for 33 s
         ranks 0-2 wait for rank 3 (host b).
     """
     targets = _targets(ranks)

@@ -242,8 +242,8 @@ def cleared_error(mesh: Mesh, notes: str) -> StateError:
     )
 
 
-def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, outcome: str) -> NonFiniteGradientError:
-    """Return the error that names the parameter and the rank. A collective."""
+def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], done: int, outcome: str) -> NonFiniteGradientError:
+    """Return the error that names the step, the parameter and the rank. A collective. done: steps before this step."""
     own = [gradient.non_finite for gradient in gradients if gradient.non_finite is not None]
     found = [item for items in mesh.world.gather_objects(own) for item in items]
     # A rank whose term is bad is the cause. Without such a rank finite terms overflowed in their sum.
@@ -251,7 +251,7 @@ def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], step: int, 
     producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"
     others = sorted({item.parameter for item in found} - {first.parameter})
     return NonFiniteGradientError(
-        f"step {step}: expected finite gradients, found {first.what} in the gradient of "
+        f"step {done + 1}: expected finite gradients, found {first.what} in the gradient of "
         f"'{first.parameter}' on {producer}"
         + (f" (also in {len(others)} more parameters)" if others else "")
         + f". {outcome} Look at that rank's batch and at the learning rate; "

@@ -78,12 +78,12 @@ def parse_numbers(text: str) -> list[int]:
 
 
 def suggestion(name: str, names: Sequence[str]) -> str:
-    """Return a hint for an unknown name: `did you mean "node2"?`, or the known names."""
+    """Return a hint for an unknown name: `did you mean "node2"?`, or `choose from` the known names."""
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     if close:
         return f'did you mean "{close[0]}"?'
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"there are {shown}"
+    return f"choose from {shown}"
 
 
 def _numbers(text: str, whole: str) -> list[str]:

@@ -100,8 +100,7 @@ def _from_tuple(kinds: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
 
 
 def _from_key(kind: Any, key: str) -> Any:
-    """Keys of objects are text."""
-    # JSON's keys are text, also of a mapping from ranks.
+    """Convert back the key of a mapping. JSON's keys are text, also of a mapping from ranks."""
     return int(key) if kind is int else key
 
 

@@ -1,4 +1,4 @@
-"""Check the rules of every schedule, list by list (`check_rules`). The simulator finds deadlocks between lists."""
+"""Check the rules that each rank's list of actions must keep (`check_rules`). The simulator finds deadlocks."""
 
 from collections import defaultdict
 from collections.abc import Mapping

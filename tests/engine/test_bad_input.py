@@ -312,7 +312,7 @@ def test_a_nan_is_named_with_parameter_rank_and_step(transport: str, world_size:
                 engine.train_step((x,))
             before = engine.state_dict()
             assert refusal(engine.train_step, (x,), kind=NonFiniteGradientError).startswith(
-                "step 2: expected finite gradients, found a NaN or infinite value in the gradient of 'blocks.1.weight' "
+                "step 3: expected finite gradients, found a NaN or infinite value in the gradient of 'blocks.1.weight' "
                 f"on {producer}. No parameter was updated."
             )
             assert differences(before, engine.state_dict()) == []

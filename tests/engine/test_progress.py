@@ -123,8 +123,8 @@ def lines(text: str) -> list[str]:
 
 
 AGREEMENT = "waiting in the agreement of all ranks on the next action ("
-IN_STEP = "rank 1: step 1, between steps (data loading or the script's own code)"
-REDUCTION = f"rank 0: step 1, backward*: waiting in reduction of unit blocks.*(seq *|{IN_STEP}"
+IN_STEP = "rank 1: after step 1, between steps (data loading or the script's own code)"
+REDUCTION = f"rank 0: after step 1, backward*: waiting in reduction of unit blocks.*(seq *|{IN_STEP}"
 SHARED = {"transport": "shared_memory"}
 
 
@@ -134,28 +134,28 @@ SHARED = {"transport": "shared_memory"}
         (
             "step",
             {},
-            f"rank 0: step 1, forward of blocks.0, microbatch 0: {AGREEMENT}seq *)|{IN_STEP}",
+            f"rank 0: after step 1, forward of blocks.0, microbatch 0: {AGREEMENT}seq *)|{IN_STEP}",
             (["train_step", "sockets.py", "late_to"], ["stay_away", "late_to"]),  # in a wait of gloo
         ),
         ("step", SHARED, REDUCTION, (["backward", "late_to"], [])),
         (
             "data",
             {},
-            f"rank 0: step 1, forward of blocks.0, microbatch 1: {AGREEMENT}*|"
-            "rank 1: step 1, data loading, microbatch 1",
+            f"rank 0: after step 1, forward of blocks.0, microbatch 1: {AGREEMENT}*|"
+            "rank 1: after step 1, data loading, microbatch 1",
             ([], ["in batches"]),
         ),
-        ("block", {}, "*|rank 1: step 1, forward of blocks.3, microbatch 0", ([], ["in forward"])),
+        ("block", {}, "*|rank 1: after step 1, forward of blocks.3, microbatch 0", ([], ["in forward"])),
         (
             "block",
             {"stage": 0, "parallel": {"pipeline": 2}},
-            "rank 0: step 1, pipeline action 0*: waiting in pipeline action 0RECV_B0 (stage 0, microbatch 0)*|"
-            "rank 1: step 1, pipeline action 1F0",
+            "rank 0: after step 1, pipeline action 0*: waiting in pipeline action 0RECV_B0 (stage 0, microbatch 0)*|"
+            "rank 1: after step 1, pipeline action 1F0",
             ([], ["in forward"]),
         ),
-        ("save", {}, "rank 0: step 1, saving a checkpoint: waiting in *", ([], [])),
-        ("evaluation", {}, f"rank 0: step 1, evaluation of blocks.0: {AGREEMENT}*", ([], [])),
-        ("start", {}, "rank 0: step 0, in lowtide.initialize: waiting in an exchange of objects*", ([], [])),
+        ("save", {}, "rank 0: after step 1, saving a checkpoint: waiting in *", ([], [])),
+        ("evaluation", {}, f"rank 0: after step 1, evaluation of blocks.0: {AGREEMENT}*", ([], [])),
+        ("start", {}, "rank 0: after step 0, in lowtide.initialize: waiting in an exchange of objects*", ([], [])),
     ],
 )
 def test_what_ranks_are_in_and_who_waits_for_whom_is_said(
@@ -194,7 +194,7 @@ def after_closing(folder: str) -> str:
 
 
 def test_a_closed_engine_is_no_hang(ranks: RankPool, tmp_path: Path) -> None:
-    assert ranks(1, after_closing, str(tmp_path)) == ["step 1, after engine.close()"]
+    assert ranks(1, after_closing, str(tmp_path)) == ["after step 1, after engine.close()"]
 
 
 NOTES = ("lowtide: config: ", "lowtide: CPU optimizer: ", "lowtide: training alone on ")

@@ -316,7 +316,7 @@ REFUSED: list[tuple[Variables, dict[str, Any], str]] = [
     ({}, {"transport": "ssh"}, "--transport ssh needs hosts, found none. Name them with --hosts or --hostfile"),
     ({}, {"hosts": "a,b", "transport": "local"}, "--transport local is for a single host, found 2 (a, b): leave it"),
     ({}, {"hosts": "a,b", "transport": "join"}, "--transport join is for launchers that are started on every host"),
-    ({}, {"include": "b"}, '--include b: no host "b": there are localhost'),
+    ({}, {"include": "b"}, '--include b: no host "b": choose from localhost'),
     (TORCHRUN, {"nproc": 2}, "--nproc plans ranks, but this process is already a rank: torchrun (RANK, LOCAL_RANK,"),
     (TORCHRUN, {"include": "a"}, "--include plans ranks, but this process is already a rank"),
     (TORCHRUN | env("RANK=x"), {}, 'expected a number in the environment variable RANK, found "x"'),

@@ -124,7 +124,9 @@ def test_a_host_with_a_user_is_chosen_by_its_name() -> None:
 
 def test_a_name_that_is_close_is_suggested_else_there_is_a_list() -> None:
     assert suggestion("nod1", ["login", "node1"]) == 'did you mean "node1"?'
-    assert suggestion("zzz", [f"n{number}" for number in range(10)]) == "there are n0, n1, n2, n3, n4, n5, n6, n7, ..."
+    assert (
+        suggestion("zzz", [f"n{number}" for number in range(10)]) == "choose from n0, n1, n2, n3, n4, n5, n6, n7, ..."
+    )
 
 
 def include(text: str) -> tuple[Host, ...]:
@@ -174,7 +176,7 @@ def exclude(text: str) -> tuple[Host, ...]:
         (hosts_option, ",", '--hosts has no host: expected a list like "node1:8,node2:8"'),
         (hosts_option, "a b", '--hosts a b: expected a host name, found "a b"'),
         (include, "v1", '--include v1: no host "v1": did you mean "w1"?'),
-        (exclude, "zzz", '--exclude zzz: no host "zzz": there are w0, w1, w2'),
+        (exclude, "zzz", '--exclude zzz: no host "zzz": choose from w0, w1, w2'),
         (include, "w0:7", '--include w0:7: host "w0" has no slot 7. Its slots are 0, 1, 2, 3'),
         (include, "w0:1,1", '"w0:1,1" has a slot twice: name it once'),
         (include, "w0:0@w0:1", 'host "w0" appears twice: write all its slots together'),

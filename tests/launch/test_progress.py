@@ -230,7 +230,8 @@ def test_waiting_for_a_microbatch_is_data_loading(progress: Progress, read: Read
 
     found = [(loading, str(read()).partition(" for ")[0]) for loading in progress.drawn(batches())]
     assert found == [
-        (f"step 0, data loading, microbatch {index}", f"step 0, forward, microbatch {index}") for index in range(2)
+        (f"after step 0, data loading, microbatch {index}", f"after step 0, forward, microbatch {index}")
+        for index in range(2)
     ]
 
 
@@ -242,13 +243,13 @@ GATHER = Wait("gather of layers.7", 1, 120, 0, 1, 4, 31.4)
     [
         (
             RankProgress(1, 4, 7, 12, "forward", 33.2, "layers.7", 1, wait=GATHER),
-            "step 12, forward of layers.7, microbatch 1: waiting in gather of layers.7 (seq 120) for 31 s",
+            "after step 12, forward of layers.7, microbatch 1: waiting in gather of layers.7 (seq 120) for 31 s",
         ),
-        (RankProgress(0, 1, 7, 3, "data loading", 5.4), "step 3, data loading for 5 s"),
+        (RankProgress(0, 1, 7, 3, "data loading", 5.4), "after step 3, data loading for 5 s"),
         (RankProgress(0, 1, 7, 0, "starting", 5.4), "starting for 5 s"),
         (
             RankProgress(0, 2, 7, 3, "pipeline action", 5, "2B0", wait=Wait("1RECV_B0", 3, 0, 1, 1, 1, 4.6)),
-            "step 3, pipeline action 2B0: waiting in 1RECV_B0 for 5 s",
+            "after step 3, pipeline action 2B0: waiting in 1RECV_B0 for 5 s",
         ),
     ],
 )

@@ -41,8 +41,8 @@ LAWS: dict[str, tuple[Ranks, list[str]]] = {
     "who_does_not_come": (
         {**{rank: gathers(rank, seconds=29.0 + rank) for rank in range(3)}, 3: loads(3, begun=((2, 118),))},
         [
-            "ranks 0-2: step 12, forward of layers.7: waiting in gather of layers.7 (seq 120) for 31 s",
-            "rank 3: step 12, data loading for 33 s",
+            "ranks 0-2: after step 12, forward of layers.7: waiting in gather of layers.7 (seq 120) for 31 s",
+            "rank 3: after step 12, data loading for 33 s",
             "ranks 0-2 wait for rank 3.",
         ],
     ),
@@ -66,9 +66,9 @@ LAWS: dict[str, tuple[Ranks, list[str]]] = {
     "a_chain_of_messages": (
         {0: receives(0, 1), 1: receives(1, 2), 2: report(2, "pipeline action", unit="3F0")},
         [
-            "rank 0: step 12, pipeline action 2F0: waiting in message from stage 1 for 5 s",
-            "rank 1: step 12, pipeline action 2F0: waiting in message from stage 2 for 5 s",
-            "rank 2: step 12, pipeline action 3F0 for 33 s",
+            "rank 0: after step 12, pipeline action 2F0: waiting in message from stage 1 for 5 s",
+            "rank 1: after step 12, pipeline action 2F0: waiting in message from stage 2 for 5 s",
+            "rank 2: after step 12, pipeline action 3F0 for 33 s",
             "ranks 0-1 wait for rank 2.",
         ],
     ),
@@ -89,7 +89,7 @@ LAWS: dict[str, tuple[Ranks, list[str]]] = {
     ),
     "nobody": (
         {rank: loads(rank) for rank in range(4)},
-        ["ranks 0-3: step 12, data loading for 33 s", "No rank waits for another one."],
+        ["ranks 0-3: after step 12, data loading for 33 s", "No rank waits for another one."],
     ),
     "no_report": (
         {0: gathers(0, range(2)), 1: None},
@@ -167,7 +167,10 @@ progress.end_step(13)
 """
 LIMIT = ("--step-limit", "1.5")
 STACKS = ["Python stacks of rank 0:", "Python stacks of rank 1:", "in where_it_hangs"]
-SAYS = ["rank 0: step 12, forward of layers.7: waiting in gather of layers.7", "rank 1: step 12, data loading for "]
+SAYS = [
+    "rank 0: after step 12, forward of layers.7: waiting in gather of layers.7",
+    "rank 1: after step 12, data loading for ",
+]
 SAYS += ["lowtide launch: no step for ", "rank 0 waits for rank 1."]
 STOPPED = "finished no step in time; all ranks were stopped"  # 1 rank or 2, as they begin
 
@@ -201,5 +204,5 @@ def test_a_rank_that_has_ended_is_one_that_others_wait_for() -> None:
     watch.gone(1, has_ended=True)
     look = loop.after.call_args.args[1]
     look()
-    expected = ["    rank 1: step 12, ended with exit status 0 for 0 s", "    rank 0 waits for rank 1."]
+    expected = ["    rank 1: after step 12, ended with exit status 0 for 0 s", "    rank 0 waits for rank 1."]
     assert said[0].splitlines()[2:] == expected

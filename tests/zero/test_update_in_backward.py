@@ -45,7 +45,7 @@ def test_a_nan_says_that_other_parameters_were_updated_already() -> None:
     nn.init.ones_(model[0].bias)  # type: ignore[arg-type]
     with lowtide.initialize(model, settings(**IN_BACKWARD), loss_fn=lambda output, batch: output.mean()) as engine:
         text = refusal(engine.train_step, (torch.ones(2, 4),), kind=RuntimeError)
-    assert "step 0: expected finite gradients, found a NaN or infinite value in the gradient of '" in text
+    assert "step 1: expected finite gradients, found a NaN or infinite value in the gradient of '" in text
     assert "The parameters whose gradients are finite were updated already (update_in_backward)." in text
 
 

@@ -26,7 +26,7 @@ from ..offload import TensorShard
 from .layout import FlatLayout
 from .sharding_spec import Replicas, ShardingSpec
 
-REST = "(rest)"
+ROOT = "(root)"
 
 _MIN_END_NUMEL = 1 << 20  # a message below a few MiB is bound by latency
 
@@ -43,7 +43,7 @@ class UnitPlan:
 
     @property
     def is_root(self) -> bool:
-        return self.name == REST
+        return self.name == ROOT
 
 
 def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[UnitPlan]:
@@ -67,8 +67,8 @@ def plan_units(model: nn.Module, patterns: Sequence[str] | None = None) -> list[
     # A weight that two blocks share, or that a module outside of the blocks reads, must outlive a single block.
     own = {key for key, count in users.items() if count == 1 and key not in outside}
     named = list(model.named_parameters())  # lists each parameter once
-    rest = UnitPlan(REST, model, tuple((name, param) for name, param in named if id(param) not in own))
-    units = [rest]
+    root = UnitPlan(ROOT, model, tuple((name, param) for name, param in named if id(param) not in own))
+    units = [root]
     for (name, block), keys in zip(blocks, read, strict=True):
         members = keys & own
         params = tuple((n, p) for n, p in named if id(p) in members)

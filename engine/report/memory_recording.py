@@ -134,9 +134,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         activity, microbatch, unit = self._progress.doing
         # In a backward a checkpoint runs forwards again. Their memory belongs to the unit that is differentiated.
         name = self._inside[-1] if self._inside and activity is not Activity.BACKWARD else ""
-        of = f" of {unit or name}" if unit or name else ""
         place = f", microbatch {microbatch}" if microbatch >= 0 else ""
-        return f"{activity.value}{of}{place}", f"{activity.value} of {name or unit or 'the root unit'}"
+        # Code between modules and updates have no owner but the activity.
+        moment, owner = (
+            f"{activity.value} of {one}" if one else activity.value for one in (unit or name, name or unit)
+        )
+        return f"{moment}{place}", owner
 
     def _see(self, tensor: Tensor, owner: str) -> bool:
         """Return True for a new storage. owner: "" for storages made before the recording, which do not count."""

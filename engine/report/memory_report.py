@@ -239,7 +239,7 @@ class MemoryReports(StepFeature):
         found = {}
         for unit in self._parts.runner.passes.units:
             states = measure([unit], self._parts.optimizer)
-            found[unit.name or "the root unit"] = {
+            found[unit.name] = {
                 "parameter_bytes": states.parameter_bytes,
                 "gradient_bytes": states.gradient_bytes,
                 "optimizer_bytes": sum(by_group.get(id(group), 0) for group in unit.groups),

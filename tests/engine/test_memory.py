@@ -159,6 +159,16 @@ def test_a_step_is_recorded_by_hand_and_says_who_held_what() -> None:
     assert moments.index("forward of blocks.0, microbatch 0") < moments.index("backward of blocks.0, microbatch 0")
 
 
+def test_an_update_is_of_no_unit() -> None:
+    model = torch.nn.Linear(512, 512)
+    with lowtide.initialize(model, settings(), loss_fn=lambda output, batch: output.mean()) as engine:
+        with engine.record_memory():
+            engine.train_step((torch.ones(2, 512),))
+        report = engine.memory_report()
+    assert report.moment == "update" and "update" in dict(report.owners)
+    assert list(report.by_module) == ["(root)"]
+
+
 def test_a_recording_without_a_step_is_refused() -> None:
     with lowtide.initialize(models.tiny_gpt(), settings()) as engine:
         with (

@@ -236,12 +236,12 @@ def said_by(ranks: RankPool, limit: float, steps: list[float], after: float = 0.
 def test_each_step_over_the_limit_is_told_once_with_the_stack_and_training_goes_on(ranks: RankPool) -> None:
     said, late = said_by(ranks, 0.4, [0.0, 1.4, 0.0, 1.0, 0.0])
     sentences = re.findall(r"lowtide: rank 0: .*", said)
-    steps = [int(step) for step in re.findall(r"goes on; step (\d)", said)]
+    steps = [int(step) for step in re.findall(r"goes on; after step (\d)", said)]
     assert {1, 3} <= set(steps) <= set(late) and steps == sorted(set(steps))
     for step in (1, 3):
         assert re.sub(r"for \d s", "for N s", sentences[steps.index(step)]) == (
             "lowtide: rank 0: a step has taken longer than 0.4 s (communication.step_timeout_seconds) and goes on; "
-            f"step {step}, forward of 0, microbatch 0 for N s. The stacks of its threads:"
+            f"after step {step}, forward of 0, microbatch 0 for N s. The stacks of its threads:"
         )
     assert said.count(", in train_step\n") == len(steps) and said.count(", in forward\n") >= 2
     assert said.count("thread MainThread:") == len(steps) and "lowtide watchdog" not in said

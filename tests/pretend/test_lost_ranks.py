@@ -61,12 +61,12 @@ def test_what_nobody_was_told_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     collective_watchdog = CollectiveWatchdog()
     collective_watchdog.start(0, torch.device("cpu"), 0.1)
-    collective_watchdog.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
+    collective_watchdog.begin("gather of unit (root)", [1], lambda others: "", waits=True)
     deadline = time.monotonic() + 60
     while collective_watchdog.error is None and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(
-        lowtide.CollectiveError, match=r"rank 0 in gather of unit \(rest\): no answer from rank 1"
+        lowtide.CollectiveError, match=r"rank 0 in gather of unit \(root\): no answer from rank 1"
     ) as caught:
         collective_watchdog.stop()
     assert str(caught.value).endswith(

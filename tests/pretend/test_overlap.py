@@ -100,7 +100,7 @@ def write_a_checkpoint(values: Tensor, folder: Path) -> None:
 def watch(values: Tensor, folder: Path) -> None:
     watchdog = CollectiveWatchdog()
     watchdog.start(1, values.device, 0.8)
-    watchdog.begin("gather of unit (rest)", [0], lambda others: "", waits=True)
+    watchdog.begin("gather of unit (root)", [0], lambda others: "", waits=True)
     watchdog.end()
     deadline = time.monotonic() + PATIENCE
     while watchdog._asked is None and time.monotonic() < deadline:
@@ -114,7 +114,7 @@ def test_the_watchdog_asks_for_no_event_of_a_capture() -> None:
     watchdog = CollectiveWatchdog()
     watchdog.start(0, torch.device("pretend", 0), 0.2)
     with module.graph(module.CUDAGraph()):
-        watchdog.begin("gather of unit (rest)", [1], lambda others: "", waits=True)
+        watchdog.begin("gather of unit (root)", [1], lambda others: "", waits=True)
         watchdog.end()
         time.sleep(0.5)
     assert "lowtide overdue" in {thread.name for thread in threading.enumerate()}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.zero.plan import REST, plan_units
+from lowtide.zero.plan import ROOT, plan_units
 from tests.kit.training import refusal
 from tests.zero import containers
 
@@ -79,7 +79,7 @@ def test_units_are_what_runs_in_repeated_blocks_and_the_rest_is_first(
     """Every parameter is in exactly one."""
     model = build()
     units = plan_units(model)
-    assert [unit.name for unit in units] == [REST, *names]
+    assert [unit.name for unit in units] == [ROOT, *names]
     assert [unit.is_root for unit in units] == [True] + [False] * len(names)
     members = [id(param) for unit in units for _, param in unit.params]
     assert sorted(members) == sorted(id(param) for param in model.parameters())
@@ -88,10 +88,10 @@ def test_units_are_what_runs_in_repeated_blocks_and_the_rest_is_first(
 @pytest.mark.parametrize(
     ("vocabulary", "tied", "ends_first", "expected"),
     [
-        (1 << 19, False, False, [REST, "embedding", "blocks.0", "blocks.1", "head"]),
-        (1 << 19, True, False, [REST, "blocks.0", "blocks.1"]),
-        (1 << 17, False, False, [REST, "blocks.0", "blocks.1"]),  # less than a message is worth
-        (1 << 19, False, True, [REST, "embedding", "blocks.0", "blocks.1"]),  # the head is used when it is not its turn
+        (1 << 19, False, False, [ROOT, "embedding", "blocks.0", "blocks.1", "head"]),
+        (1 << 19, True, False, [ROOT, "blocks.0", "blocks.1"]),
+        (1 << 17, False, False, [ROOT, "blocks.0", "blocks.1"]),  # less than a message is worth
+        (1 << 19, False, True, [ROOT, "embedding", "blocks.0", "blocks.1"]),  # the head is used when it is not its turn
     ],
 )
 def test_what_is_large_before_and_behind_the_blocks_is_a_unit(
@@ -114,7 +114,7 @@ def test_a_parameter_of_two_units_or_tied_to_one_outside_belongs_to_the_rest() -
     model.extra = nn.Module()
     model.extra.bias = model.blocks[1].get_parameter("linear.bias")
     assert {unit.name: [name for name, _ in unit.params] for unit in plan_units(model)} == {
-        REST: ["embedding.weight", "blocks.0.linear.weight", "blocks.1.linear.bias"],
+        ROOT: ["embedding.weight", "blocks.0.linear.weight", "blocks.1.linear.bias"],
         "blocks.0": ["blocks.0.linear.bias"],
     }
 
@@ -132,7 +132,7 @@ def test_a_parameter_of_two_units_or_tied_to_one_outside_belongs_to_the_rest() -
     ],
 )
 def test_patterns_name_the_units(model: nn.Module, patterns: list[str], names: list[str]) -> None:
-    assert [unit.name for unit in plan_units(model, patterns)] == [REST, *names]
+    assert [unit.name for unit in plan_units(model, patterns)] == [ROOT, *names]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def save(engine: Engine, folder: str | os.PathLike[str], dumped: Mapping[str, An
     if _FULL in dumped:
         file = io.BytesIO()
         torch.save(kept, file)
-        engine.save_checkpoint(folder, TAG, {_KEY: file.getvalue()})
+        # As with DDP: a validation or an interrupt between the microbatches of a step may save too.
+        engine.save_checkpoint(folder, TAG, {_KEY: file.getvalue()}, within_step=True)
         return
     # `save_weights_only`: a folder that any tool can read.
     engine.export(folder)

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -132,6 +133,22 @@ def with_steps_without_a_loss(strategy: str) -> list[float]:
     return fitted(trainer(pl, strategy, accumulate_grad_batches=3), module(pl, skipped=(0, 6, 7, 8, 15)))
 
 
+def with_checkpoints_within_a_window(strategy: str) -> list[float]:
+    """Validations, and so checkpoints, come between microbatches, and a second fit goes on from the last."""
+    pl = lightning()
+    warnings.filterwarnings("ignore", message=r".*resuming from a checkpoint that ended before the epoch ended")
+    losses = []
+    with TemporaryDirectory() as folder:
+        kept = pl.callbacks.ModelCheckpoint(folder, "{step}", save_last=True)
+        for num_epochs, path, callbacks in ((1, None, [kept]), (2, f"{folder}/last.ckpt", [])):
+            often = {"accumulate_grad_batches": 3, "val_check_interval": 5, "enable_checkpointing": bool(callbacks)}
+            runner, made = trainer(pl, strategy, max_epochs=num_epochs, callbacks=callbacks, **often), module(pl)
+            runner.fit(made, loader(), loader(), ckpt_path=path, weights_only=False)
+            closed(runner)
+            losses += made.losses
+    return losses
+
+
 # DDP does not sum gradients of what was frozen when it was made, so one rank unfreezes.
 OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
     (in_the_other_package, 1, "lowtide_stage_3"),
@@ -139,6 +156,7 @@ OTHER_WAYS: list[tuple[Callable[[str], list[float]], int, str]] = [
     (with_sums_by_hand, 2, "lowtide_stage_3"),
     (with_the_optimizer_of_the_config, 1, "lowtide_stage_2"),
     (by_several_trainers, 1, "lowtide_stage_3"),
+    (with_checkpoints_within_a_window, 1, "lowtide_stage_3"),
     (with_steps_without_a_loss, 1, "lowtide_stage_3"),  # Lightning refuses them on several ranks
 ]
 

@@ -88,7 +88,7 @@ class Averages:
 
     def of(self, shard: ShardState, param_shard: ParamShard) -> Tensor:
         """Return the averages of a piece of the shard, (piece.numel,)."""
-        return self._values[id(shard)][param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
+        return self._values[id(shard)][param_shard.in_shard]
 
     def check_hidden(self, what: str) -> None:
         """Raise StateError while the averages are swapped in. what: the user's call that would change the weights."""

@@ -154,7 +154,7 @@ class GroupGradient:
             if id(param) in cleared:
                 for param_shard in self.group.param_shards.of(index):
                     assert self.shard is not None
-                    self.shard[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel].zero_()
+                    self.shard[param_shard.in_shard].zero_()
                 self.mark_changed(index, is_used=index in self.used and not cleared[id(param)])
 
     def so_far(self, index: int, dtype: torch.dtype, is_complete: bool) -> tuple[Tensor, bool]:
@@ -172,12 +172,10 @@ class GroupGradient:
         total = self.shard if self._host is None or self._host.is_open else self._host.total
         if self._has_shard and (has_final or not self._is_final) and total is not None:
             for param_shard in self.group.param_shards.of(index):
-                part = total[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
-                found[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel] += part.to(
-                    found.device
-                )
+                part = total[param_shard.in_shard]
+                found[param_shard.in_param] += part.to(found.device)
         if self._local.has_values and self._local.flat is not None:
-            found += self._local.flat[param_view.offset_in_flat : param_view.end_in_flat]
+            found += self._local.flat[param_view.in_flat]
         arrived = None if is_complete or self.takes_each else param.grad  # else `grad` is a placeholder
         if arrived is not None:
             found += arrived.to_dense().reshape(-1)
@@ -286,7 +284,7 @@ class GroupGradient:
             shard = self._open_shard().zero_()
             for param_view, param in zip(self.group.layout.param_views, self.group.params, strict=True):
                 # `.data` has a separate `_version`, which shows if anything was added.
-                param.grad = shard[param_view.offset_in_flat : param_view.end_in_flat].view(param_view.shape).data
+                param.grad = shard[param_view.in_flat].view(param_view.shape).data
             self._is_in_place = True
 
     def take_early(self, index: int, boundary: bool) -> None:

@@ -160,9 +160,9 @@ class ShardedGroup:
 
     def place(self, param_shard: ParamShard, values: Tensor) -> None:
         """Copy a parameter's values to this rank's part of it. values: the whole parameter, any shape and dtype."""
-        part = values.reshape(-1)[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
+        part = values.reshape(-1)[param_shard.in_param]
         own = self.own_values(changes=True)
-        values_of(own)[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel].copy_(part)
+        values_of(own)[param_shard.in_shard].copy_(part)
 
     def own_values(self, changes: bool = False) -> Memory:
         """Return this rank's shard, in memory or in a store. changes: the caller writes to it."""
@@ -318,7 +318,7 @@ class ShardedGroup:
     def _show(self) -> None:
         """Point the parameters to their views of `full`."""
         if not self._views:  # torch makes views only while there is memory, and keeps them
-            self._views = [self.full[s.offset_in_flat : s.end_in_flat].view(s.shape) for s in self.layout.param_views]
+            self._views = [self.full[s.in_flat].view(s.shape) for s in self.layout.param_views]
         self._point(self._views)
 
     def _hide(self) -> None:
@@ -348,9 +348,9 @@ def values_of(memory: Memory) -> Tensor:
     return memory if isinstance(memory, Tensor) else memory.open()
 
 
-def part_of(memory: Memory, low: int, high: int) -> Memory:
-    """Return the elements [low, high) of a memory."""
-    return memory[low:high] if isinstance(memory, Tensor) else memory.part(low, high)
+def part_of(memory: Memory, region: slice) -> Memory:
+    """Return the elements of a memory in this region."""
+    return memory[region] if isinstance(memory, Tensor) else memory.part(region.start, region.stop)
 
 
 Backing = tuple[Callable[[], object], Callable[[], object]]

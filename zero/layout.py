@@ -45,6 +45,10 @@ class ParamView:
     def end_in_flat(self) -> int:
         return self.offset_in_flat + self.numel
 
+    @cached_property
+    def in_flat(self) -> slice:
+        return slice(self.offset_in_flat, self.end_in_flat)
+
 
 @dataclass(frozen=True)
 class ParamShard:
@@ -54,6 +58,14 @@ class ParamShard:
     offset_in_param: int
     offset_in_shard: int
     numel: int
+
+    @cached_property
+    def in_param(self) -> slice:
+        return slice(self.offset_in_param, self.offset_in_param + self.numel)
+
+    @cached_property
+    def in_shard(self) -> slice:
+        return slice(self.offset_in_shard, self.offset_in_shard + self.numel)
 
 
 class ParamShards(tuple[ParamShard, ...]):

@@ -241,8 +241,7 @@ class ShardState:
     def begin_with_parameters(self) -> None:
         """Set separate master weights to the current parameters."""
         for param_shard in self.param_shards if self.form.is_mixed else ():
-            low = param_shard.offset_in_shard
-            now = values_of(part_of(self.group.own_values(), low, low + param_shard.numel))
+            now = values_of(part_of(self.group.own_values(), param_shard.in_shard))
             values_of(self.master_of(param_shard, changes=True)).copy_(now)
 
     def parts(self, parameters: Tensor, speculation: Speculation) -> Iterator[StateView]:
@@ -274,13 +273,12 @@ class ShardState:
 
     def master_of(self, param_shard: ParamShard, changes: bool = False) -> Memory:
         """Return the master weights of a piece."""
-        low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
         if self.memory.master is None:
-            return part_of(self.group.own_values(changes), low, high)
+            return part_of(self.group.own_values(changes), param_shard.in_shard)
         chunk = self._chunk_of(param_shard)
         if chunk is None:
-            return self.memory.master[low:high]
-        return _range_of(chunk, MASTER, self.form.master_dtype, low, high, changes)
+            return self.memory.master[param_shard.in_shard]
+        return _range_of(chunk, MASTER, self.form.master_dtype, param_shard, changes)
 
     def masters(self, changes: bool = False, ahead: bool = False) -> Iterator[tuple[int, Tensor]]:
         """Yield (offset in the shard, master weights) of each part. A part is valid until the next.
@@ -297,15 +295,14 @@ class ShardState:
 
     def states_of(self, param_shard: ParamShard, changes: bool = False) -> dict[str, Memory]:
         """Return the states of a piece by name, once they are made; 8-bit states as float32."""
-        low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
         chunk = self._chunk_of(param_shard)
         kept = {n: state.dtype for n, state in self.memory.states.items()} if chunk is None else chunk.dtypes
         names = [name for name in kept if name != MASTER and not name.endswith(SCALE_SUFFIX)]
         if any(name + SCALE_SUFFIX in kept for name in names):
-            return {name: self._widened_range(chunk, name, low, high, changes) for name in names}
+            return {name: self._widened_range(chunk, name, param_shard, changes) for name in names}
         if chunk is None:
-            return {name: self.memory.states[name][low:high] for name in names}
-        return {name: _range_of(chunk, name, kept[name], low, high, changes) for name in names}
+            return {name: self.memory.states[name][param_shard.in_shard] for name in names}
+        return {name: _range_of(chunk, name, kept[name], param_shard, changes) for name in names}
 
     def forget_remainders(self, param_shards: Iterable[ParamShard]) -> None:
         """Zero the remainders of pieces whose master weights are about to be written."""
@@ -330,8 +327,10 @@ class ShardState:
     def _chunk_of(self, param_shard: ParamShard) -> StateChunk | None:
         return next((chunk for chunk in self.chunks if chunk.start <= param_shard.offset_in_shard < chunk.end), None)
 
-    def _widened_range(self, chunk: StateChunk | None, name: str, low: int, high: int, changes: bool) -> StoredRange:
-        start = 0 if chunk is None else chunk.start
+    def _widened_range(
+        self, chunk: StateChunk | None, name: str, param_shard: ParamShard, changes: bool
+    ) -> StoredRange:
+        low = param_shard.offset_in_shard - (0 if chunk is None else chunk.start)
 
         def stored(changes: bool) -> Mapping[str, Tensor]:
             if chunk is None:
@@ -340,15 +339,16 @@ class ShardState:
 
         part = self if chunk is None else chunk
         return StoredRange(
-            high - low,
+            param_shard.numel,
             torch.float32,
-            lambda: self._widened.open(part, stored, changes)[name][low - start : high - start],
+            lambda: self._widened.open(part, stored, changes)[name][low : low + param_shard.numel],
         )
 
 
-def _range_of(chunk: StateChunk, name: str, dtype: torch.dtype, low: int, high: int, changes: bool) -> StoredRange:
-    """Elements [low, high) of the shard."""
-    return StoredRange(high - low, dtype, lambda: chunk.open(changes)[name][low - chunk.start : high - chunk.start])
+def _range_of(chunk: StateChunk, name: str, dtype: torch.dtype, param_shard: ParamShard, changes: bool) -> StoredRange:
+    """The values of a piece in the chunk."""
+    low, numel = param_shard.offset_in_shard - chunk.start, param_shard.numel
+    return StoredRange(numel, dtype, lambda: chunk.open(changes)[name][low : low + numel])
 
 
 def _cut(param_shard: ParamShard, edges: Sequence[int]) -> Iterator[ParamShard]:

@@ -206,7 +206,7 @@ class SignUpdate(FusedUpdate):
         used = [
             (
                 param_shard.index,
-                slice(param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel),
+                param_shard.in_shard,
                 terms.options[shard.runs.options_index(param_shard.index)],
             )
             for param_shard in shard.group.param_shards
@@ -272,8 +272,7 @@ class SignUpdate(FusedUpdate):
         place = mean.exchange.place
         region = mean.layout.regions[place]
         for param_shard in shard.group.param_shards:
-            low, high = param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel
-            yield param_shard, f"{WORKER_ERROR}_{place}", mean.worker_error[low:high]
+            yield param_shard, f"{WORKER_ERROR}_{place}", mean.worker_error[param_shard.in_shard]
         for index, low, high in mean.layout.region_parts[place]:
             offset = region.start + low - shard.group.layout.param_views[index].offset_in_flat
             yield ParamShard(index, offset, region.start + low, high - low), SERVER_ERROR, mean.server_error[low:high]

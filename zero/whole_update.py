@@ -54,12 +54,8 @@ class MatrixTrip:
         """values: (shard_numel,) -> the matrices that this rank owns, whole and flat, by slot."""
         place, param_views = self.exchange.place, self.group.layout.param_views
         if self.is_repeated:
-            return {
-                i: values[s.offset_in_flat : s.end_in_flat]
-                for i, s in enumerate(param_views)
-                if self.owners[i] == place
-            }
-        given = [values[p.offset_in_shard :][: p.numel] for p in self._to_owners(place)]
+            return {i: values[s.in_flat] for i, s in enumerate(param_views) if self.owners[i] == place}
+        given = [values[p.in_shard] for p in self._to_owners(place)]
         counts = self._counts()
         arrived = self._swap(_joined(given, values), counts, f"matrices of {self.group.plan.name}")
         owned = {
@@ -69,9 +65,7 @@ class MatrixTrip:
         for param_shards in self.param_shards:
             for param_shard in param_shards:
                 if param_shard.index in owned:
-                    owned[param_shard.index][param_shard.offset_in_param :][: param_shard.numel] = arrived[
-                        low : low + param_shard.numel
-                    ]
+                    owned[param_shard.index][param_shard.in_param] = arrived[low : low + param_shard.numel]
                     low += param_shard.numel
         return owned
 
@@ -80,7 +74,7 @@ class MatrixTrip:
         if self.is_repeated and self.exchange.size == 1:
             return  # `gather` gave parts of `values`
         given = [
-            owned[param_shard.index][param_shard.offset_in_param :][: param_shard.numel]
+            owned[param_shard.index][param_shard.in_param]
             for param_shards in self.param_shards
             for param_shard in param_shards
             if param_shard.index in owned
@@ -93,7 +87,7 @@ class MatrixTrip:
         arrived = self._swap(joined, counts, f"matrices back to {self.group.plan.name}")
         low = 0
         for param_shard in self._to_owners(self.exchange.place):
-            values[param_shard.offset_in_shard :][: param_shard.numel] = arrived[low : low + param_shard.numel]
+            values[param_shard.in_shard] = arrived[low : low + param_shard.numel]
             low += param_shard.numel
 
     def _swap(self, values: Tensor, counts: tuple[tuple[int, ...], ...], what: str) -> Tensor:

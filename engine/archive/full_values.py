@@ -11,9 +11,8 @@ from torch import Tensor, UntypedStorage, nn
 
 from ...comm import Mesh
 from ...zero.group import ShardedGroup, ShardedState, values_of
-from ...zero.layout import PARAM_ALIGNMENT_NUMEL, ParamShard, ParamView
+from ...zero.layout import PARAM_ALIGNMENT_NUMEL, ParamView
 from ...zero.optimizer import ShardedOptimizer
-from ...zero.shard_state import ShardState
 from ...zero.unit import Unit
 from .named_state import gather_whole
 
@@ -55,7 +54,8 @@ class FullValues:
             shard.forget_remainders(shard.param_shards.of(index))
         if shard is not None and shard.form.is_mixed:
             for param_shard in shard.param_shards.of(index):
-                _place_in_master(shard, param_shard, values)
+                part = values.reshape(-1)[param_shard.in_param]
+                values_of(shard.master_of(param_shard, changes=True)).copy_(part)
 
     def write_named(self, name: str, values: Tensor) -> None:
         """Do `write` by name; nothing if the parameter is in another stage of a pipeline."""
@@ -260,7 +260,7 @@ def _marks(groups: Sequence[ShardedGroup], wanted: Collection[int]) -> dict[str,
 def _mark(group: ShardedGroup, param_view: ParamView, param: nn.Parameter) -> _Mark:
     # The flat buffer, not `param.data`: an assignment to `.data` shows in the address, a write in place in the version,
     # and a write through `.data` or NumPy, which counts no version, in the sum.
-    values = group.full[param_view.offset_in_flat : param_view.end_in_flat]
+    values = group.full[param_view.in_flat]
     whole = param_view.numel - param_view.numel % PARAM_ALIGNMENT_NUMEL  # parameters are aligned, so int64 words are
     tail: Tensor = values[whole:].view(torch.uint8)
     return param.data_ptr(), param._version, int(values[:whole].view(torch.int64).sum()), bytes(tail.tolist())
@@ -272,14 +272,8 @@ def _changed(group: ShardedGroup) -> list[str]:
     return [
         param_view.name
         for param_view, param in pairs
-        if param.dtype != group.full.dtype
-        or not torch.equal(param.data.reshape(-1), group.full[param_view.offset_in_flat : param_view.end_in_flat])
+        if param.dtype != group.full.dtype or not torch.equal(param.data.reshape(-1), group.full[param_view.in_flat])
     ]
-
-
-def _place_in_master(shard: ShardState, param_shard: ParamShard, values: Tensor) -> None:
-    part = values.reshape(-1)[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
-    values_of(shard.master_of(param_shard, changes=True)).copy_(part)
 
 
 def give_own_storages(

@@ -135,9 +135,8 @@ class NamedState:
                 # Remainders are the low bits of the weights before. A reader sets them again, if the file has them.
                 shard.forget_remainders(shard.param_shards)
             for param_shard in group.param_shards if shard is None else shard.param_shards:
-                low = param_shard.offset_in_shard
                 if shard is None:
-                    memory = part_of(group.own_values(changes), low, low + param_shard.numel)
+                    memory = part_of(group.own_values(changes), param_shard.in_shard)
                 else:
                     memory = shard.master_of(param_shard, changes)
                 chunk_views += chunk_views_of(group, param_shard, "", memory, saves)
@@ -145,12 +144,12 @@ class NamedState:
 
     def full_parts(self, unit: Unit) -> list[ChunkView]:
         """Return this rank's ranges of a unit's parameters, read from full parameters (or copies of these)."""
-        return [
-            chunk_view
-            for group in unit.groups
-            for param_shard in group.param_shards
-            for chunk_view in chunk_views_of(group, param_shard, "", _part_of_full(group, param_shard), saves=True)
-        ]
+        chunk_views = []
+        for group in unit.groups:
+            for param_shard in group.param_shards:
+                memory = group.params[param_shard.index].detach().reshape(-1)[param_shard.in_param]
+                chunk_views += chunk_views_of(group, param_shard, "", memory, saves=True)
+        return chunk_views
 
     def states(self, changes: bool = False, saves: bool = False) -> list[ChunkView]:
         """Return this rank's ranges of elementwise optimizer states, as `parameter.state`. saves: as in `weights`."""
@@ -197,8 +196,7 @@ class NamedState:
         groups = self.groups if groups is None else groups
         for shard in [self.shards[id(group)] for group in groups if id(group) in self.shards]:
             for param_shard in shard.param_shards if shard.form.is_mixed else ():
-                low = param_shard.offset_in_shard
-                own = values_of(part_of(shard.group.own_values(changes=True), low, low + param_shard.numel))
+                own = values_of(part_of(shard.group.own_values(changes=True), param_shard.in_shard))
                 own.copy_(values_of(shard.master_of(param_shard)))
         # Full parameters have old values of other ranks: released, they are gathered anew. Memory at rest is refreshed.
         for group in groups:
@@ -208,11 +206,6 @@ class NamedState:
         for one in pending:
             one.wait()
         self.mesh.fence("new parameters")
-
-
-def _part_of_full(group: ShardedGroup, param_shard: ParamShard) -> Tensor:
-    values = group.params[param_shard.index].detach().reshape(-1)
-    return values[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
 
 
 def chunk_views_of(
@@ -235,7 +228,7 @@ def chunk_views_of(
             param_view.name + suffix,
             param_view.tensor_shard.whole,
             offset_in_chunk,
-            part_of(memory, start - param_shard.offset_in_param, end - param_shard.offset_in_param),
+            part_of(memory, slice(start - param_shard.offset_in_param, end - param_shard.offset_in_param)),
             None if param_view.tensor_shard.is_all else chunk,
         )
         for chunk, offset_in_chunk, start, end in ranges_of(

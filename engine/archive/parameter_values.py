@@ -75,7 +75,7 @@ class ParameterValues:
             parts = self._parts(place, state, what, changes=True)
             _check(what, place, value, place.shape, "the parameter's shape")
         flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
-        self._write(place, state, [(p, m, _values(flat, p)) for p, m in parts])
+        self._write(place, state, [(p, m, flat.reshape(-1)[p.in_param]) for p, m in parts])
 
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None, what: str) -> None:
         """Set this rank's part of the value to `value`, flat as in `local`."""
@@ -139,7 +139,7 @@ class ParameterValues:
             values = torch.split(value.detach(), sizes)
         else:
             flat = place.own(self._mesh.world.broadcast_tensor(value.detach().to(place.dtype)))
-            values = [_values(flat, param_shard) for param_shard, _ in parts]
+            values = [flat.reshape(-1)[param_shard.in_param] for param_shard, _ in parts]
         for (_, memory), own in zip(parts, values, strict=True):
             reduced = values_of(memory)
             assert place.group is not None
@@ -204,7 +204,7 @@ class ParameterValues:
                 return []
             if shard is None:
                 own = group.own_values(changes)
-                return [(p, _part(own, p)) for p in group.param_shards.of(place.index)]
+                return [(p, part_of(own, p.in_shard)) for p in group.param_shards.of(place.index)]
             return [(p, shard.master_of(p, changes)) for p in shard.param_shards.of(place.index)]
         self._check_has_states(place, what)
         states_of = self._optimizer.by_parameter.states_of
@@ -235,7 +235,7 @@ class ParameterValues:
         gradient = self._shards[id(place.group)].gradient
         gradient.arrive()
         assert gradient.shard is not None
-        return [(p, _part(gradient.shard, p)) for p in place.group.param_shards.of(place.index)]
+        return [(p, gradient.shard[p.in_shard]) for p in place.group.param_shards.of(place.index)]
 
     def _gradient_in_terms(
         self, place: _Place, factor: float, is_local: bool, what: str, is_complete: bool
@@ -254,7 +254,7 @@ class ParameterValues:
             own, is_used = gradient.so_far(place.index, place.dtype, is_complete)
         if is_local:
             param_shards = () if group is None else group.param_shards.of(place.index)
-            return _flat([(one, _values(own, one)) for one in param_shards], place.dtype, device).mul_(factor)
+            return _flat([(one, own[one.in_param]) for one in param_shards], place.dtype, device).mul_(factor)
         if not int(self._mesh.sum_small(torch.tensor([int(is_used)], dtype=torch.int64, device=device), what)):
             return None
         whole = torch.zeros(place.shape, dtype=place.dtype, device=device)
@@ -291,14 +291,6 @@ class ParameterValues:
                 self._named.publish([] if place.group is None else [place.group])
             else:
                 self._optimizer.flush()
-
-
-def _part(memory: Memory, param_shard: ParamShard) -> Memory:
-    return part_of(memory, param_shard.offset_in_shard, param_shard.offset_in_shard + param_shard.numel)
-
-
-def _values(param: Tensor, param_shard: ParamShard) -> Tensor:
-    return param.reshape(-1)[param_shard.offset_in_param : param_shard.offset_in_param + param_shard.numel]
 
 
 def _flat(parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Tensor:

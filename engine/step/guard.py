@@ -136,9 +136,7 @@ class _Samples:
             (group.full, param_view) for group in groups for param_view in group.layout.param_views if param_view.numel
         ]
         self._views = [
-            full[param_view.offset_in_flat : param_view.end_in_flat][
-                :: max(1, (param_view.numel - 1) // (_NUM_SAMPLED - 1))
-            ]
+            full[param_view.in_flat][:: max(1, (param_view.numel - 1) // (_NUM_SAMPLED - 1))]
             for full, param_view in param_views
         ]
         self._names = [

@@ -311,7 +311,7 @@ class StepUpdate:
             return
         kept = []
         for param_shard in param_shards:
-            part = gradient[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel]
+            part = gradient[param_shard.in_shard]
             kept.append((param_shard, part.clone()))
             part.zero_()
         self._postponed.append((shard, kept))
@@ -325,7 +325,7 @@ class StepUpdate:
                 continue
             gradient = torch.zeros(shard.group.layout.shard_numel, dtype=kept[0][1].dtype, device=kept[0][1].device)
             for param_shard, values in kept:
-                gradient[param_shard.offset_in_shard : param_shard.offset_in_shard + param_shard.numel] = values
+                gradient[param_shard.in_shard] = values
             # A second pass over the shard. It must not touch the parameters that the pass in the backward has updated.
             self._optimizer.counts.unused = shard.runs.param_ids - used
             self._optimizer.update(shard, self._unclipped_factor(), gradient)

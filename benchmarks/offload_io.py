@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -102,11 +103,12 @@ class Disk:
         begin = time.perf_counter()
         take = partial(self.pool.take, self.unit_bytes)
         offloadables = [Offloadable.of(self.store, key, take, self.pool.give) for key in self.keys]
-        with Window(1) as window:
+        with closing(Window()) as window:
             window.expect(offloadables)
             for offloadable in offloadables:
                 with window.use(offloadable) as buffer:
                     self.work(buffer)
+            window.wait()
         return time.perf_counter() - begin
 
     def choose_work(self, transfer_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Host memory of exact size, allocated from and returned to the system, and a pool of it with a limit."""
+"""Host memory of exact size, allocated from and returned to the system, and a pool of it."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def allocate_host(nbytes: int, alignment: int = mmap.PAGESIZE, pinned: bool = Fa
         pages = mmap.mmap(-1, nbytes + spare, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise OffloadError(
-            f"expected {nbytes:,} bytes of host memory, but the system refuses: {error}. "
-            "Lower the limit of the host buffers, or offload less."
+            f"expected {nbytes:,} bytes of host memory, but the system refuses: {error}. Offload less."
         ) from error
     # O_DIRECT is twice as fast with huge pages as with small pages.
     if nbytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
@@ -79,17 +78,10 @@ class HostPool:
     held.
     """
 
-    def __init__(
-        self,
-        limit_bytes: int | None = None,  # for the rounded buffers in use; None: no limit
-        alignment: int = 4096,  # of addresses and sizes, a power of two
-        pinned: bool = False,
-    ) -> None:
+    def __init__(self, alignment: int = 4096, pinned: bool = False) -> None:
+        """alignment: of addresses and sizes, a power of two."""
         if alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"alignment: expected a power of two, found {alignment}")
-        if limit_bytes is not None and limit_bytes < 0:
-            raise ValueError(f"limit_bytes: expected a number of bytes or None, found {limit_bytes}")
-        self.limit_bytes = limit_bytes
         self.alignment = alignment
         self.pinned = pinned
         self.bytes_in_use = 0
@@ -108,24 +100,13 @@ class HostPool:
         """Round a size up to the alignment."""
         return -(-nbytes // self.alignment) * self.alignment
 
-    def has_room(self, nbytes: int) -> bool:
-        """Return True if `take` of nbytes would stay within the limit."""
-        # Kept buffers do not count: `_kept_buffer` frees them before the pool would grow.
-        return self.limit_bytes is None or self.bytes_in_use + self.rounded(nbytes) <= self.limit_bytes
-
     def take(self, nbytes: int) -> Tensor:
         """Take (nbytes,) uint8, aligned, with arbitrary content, until `give`.
 
-        Raises OffloadError above the limit, or if the system has too little memory.
+        Raises OffloadError if the system has too little memory.
         """
         with self._lock:
             size = self.rounded(nbytes)
-            if not self.has_room(nbytes):
-                raise OffloadError(
-                    f"host buffers: {self.bytes_in_use:,} bytes in use + {size:,} wanted "
-                    f"= {self.bytes_in_use + size:,} > limit {self.limit_bytes:,}. "
-                    "Raise the limit, or use fewer or smaller buffers at a time."
-                )
             if not size:
                 return torch.empty(0, dtype=torch.uint8)
             buffer = self._kept_buffer(size)
@@ -181,7 +162,7 @@ class HostPool:
         """Return the next larger size of a kept pinned buffer. Unpinning another buffer would stop the device."""
         if not self.pinned:
             return None
-        larger = [kept for kept, buffers in self._kept.items() if buffers and kept > size and self.has_room(kept)]
+        larger = [kept for kept, buffers in self._kept.items() if buffers and kept > size]
         return min(larger, default=None)
 
 
@@ -233,7 +214,7 @@ def _allocate_pinned(nbytes: int, alignment: int) -> Tensor:
     except RuntimeError as error:
         raise OffloadError(
             f"expected to pin {nbytes:,} bytes of host memory, but torch refuses: {error}. "
-            "Lower the limit of the host buffers, or set pin_memory to false."
+            "Offload less, or set pin_memory to false."
         ) from error
     skip = -memory.data_ptr() % alignment
     return memory[skip : skip + nbytes].zero_()
@@ -244,7 +225,7 @@ def _pin(address: int, nbytes: int) -> None:
     if int(code):
         raise OffloadError(
             f"expected to pin {nbytes:,} bytes of host memory, but the driver refuses (error {int(code)}). "
-            "Lower the limit of the host buffers, or raise `ulimit -l`."
+            "Offload less, or raise `ulimit -l`."
         )
 
 

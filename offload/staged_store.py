@@ -112,10 +112,9 @@ class StagedStore:
     # -- buffers and threads --------------------------------------------------------------------------------------
 
     def _take(self, nbytes: int) -> Tensor:
-        """Take a buffer of the pool, after waiting for transfers if the pool is full."""
-        while self._running and (self._running[0][1].done() or not self._pool.has_room(nbytes)):
+        """Take a buffer of the pool, and forget the transfers that have ended."""
+        while self._running and self._running[0][1].done():
             key, future = self._running.popleft()
-            future.exception()  # waits; the error is raised by `wait` of this transfer
             # A dropped key: else `_last` would grow with every key that ever was.
             if key not in self._sizes and self._last.get(key) is future:
                 del self._last[key]

@@ -6,18 +6,15 @@
     resident 2                load  WORK  save
 
 With equal sizes a resident takes max(load + save, work); the first load and the last save are added. Memory is needed
-for `depth` loading residents, the resident in use, and `max_leaving` residents being saved.
+for the loading resident, the resident in use, and `max_leaving` residents being saved.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -113,11 +110,7 @@ class Window:
     memory in any state.
     """
 
-    def __init__(self, depth: int = 1, max_leaving: int = 1) -> None:
-        """depth: the number of residents of the order to load ahead."""
-        if depth < 0:
-            raise ValueError(f"depth: expected 0 or more residents to load ahead, found {depth}")
-        self._depth = depth
+    def __init__(self, max_leaving: int = 1) -> None:
         self._max_leaving = max_leaving
         self._order: deque[Offloadable] = deque()
         self._coming: dict[Offloadable, tuple[Tensor, Transfer]] = {}
@@ -187,8 +180,8 @@ class Window:
         self.prefetch(offloadable)
         if offloadable in self._here:  # in use from now on: `prefetch` must not release it
             self._here[offloadable].is_held = self._here[offloadable].is_opened = False
-        for following in itertools.islice(self._order, self._depth):
-            self.prefetch(following)
+        if self._order:
+            self.prefetch(self._order[0])
         if offloadable in self._coming:
             self._here[offloadable] = _Stay(self._end_transfer(self._coming, offloadable))
         self._here[offloadable].has_changed |= changes
@@ -254,12 +247,9 @@ class Window:
             for offloadable in [offloadable for offloadable, stay in self._here.items() if stay.is_held]:
                 self.release(offloadable)
 
-    def wait(self, num_left: int = 0) -> None:
-        """Wait for the saves of released residents, except for the `num_left` newest.
-
-        Raises OffloadError for the first failed save.
-        """
-        while len(self._leaving) > num_left:
+    def wait(self) -> None:
+        """Wait for the saves of released residents. Raises OffloadError for the first failed save."""
+        while self._leaving:
             self._retire_oldest()
 
     def close(self) -> None:
@@ -272,19 +262,6 @@ class Window:
         while self._here:
             offloadable, stay = self._here.popitem()
             offloadable.give(stay.values)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait for the saves unless there is an error already, then close."""
-        try:
-            if error is None:
-                self.wait()
-        finally:
-            self.close()
 
     # -- transfers ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from .group import ShardedGroup
 from .placement import ShardStore
 
 MAX_LEAVING = 2  # gradient shards in flight to the host: each holds its memory on the device
-MAX_COMING = 1  # sums of earlier microbatches in flight to the device
 
 
 class HostUpdate:
@@ -39,7 +38,7 @@ class HostUpdate:
         self._pool = pool
         self.window = Window()
         """Brings shards that rest on the device to the host, for their update."""
-        self._gradients = Window(MAX_COMING, MAX_LEAVING)
+        self._gradients = Window(MAX_LEAVING)
         self._left: dict[Offloadable, None] = {}  # gradients in the order in which they have left in this backward
 
     def offloadable(self, group: ShardedGroup, shard_store: ShardStore | None, needs_values: bool) -> Offloadable:

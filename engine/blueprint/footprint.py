@@ -18,7 +18,7 @@ from ...kernels.optimizer_step import chunk_numel
 from ...kernels.quantized_blocks import quantized_bytes
 from ...offload import FileStore
 from ...optimizers.optimizer import WholeTensorRule
-from ...zero.host_update import MAX_COMING, MAX_LEAVING
+from ...zero.host_update import MAX_LEAVING
 from ...zero.layout import round_up
 from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
 from ...zero.placement import lay_out
@@ -294,7 +294,7 @@ class Footprint:
         shards = [_sum_bytes(group) for group in self._plan.trained if self.leaves(group)]
         # A sum of earlier microbatches returns to the device, to add the next gradient.
         comes_back = self._accumulates and self._blueprint.reduces_every_backward
-        in_flight = MAX_LEAVING + MAX_COMING * comes_back
+        in_flight = MAX_LEAVING + comes_back
         return sum(sorted(shards)[-in_flight:]) if self._is_on_accelerator else 0
 
     def _local(self, group: GroupPlan) -> int:

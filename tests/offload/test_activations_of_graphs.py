@@ -167,7 +167,7 @@ def test_gradients_are_the_same(store: SlowStore, step: Step, budget: int | None
 
 @pytest.mark.parametrize("is_staged", [False, True])
 def test_gradients_are_the_same_from_a_file(tmp_path: Path, is_staged: bool) -> None:
-    model, file, pool = Model(masks), FileStore(tmp_path, 0), HostPool(16 * BYTES)
+    model, file, pool = Model(masks), FileStore(tmp_path, 0), HostPool()
     store: Store = StagedStore(file, pool) if is_staged else file
     offload = offload_for(model, store, 3 * BYTES)
     expected = gradients(model)

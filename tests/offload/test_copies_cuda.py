@@ -44,7 +44,7 @@ def test_copies_of_a_store_keep_their_order_with_the_work_around_them() -> None:
 
 
 def test_host_buffers_are_pinned_at_their_exact_size() -> None:
-    pool = HostPool(None, 4096, pinned=True)
+    pool = HostPool(4096, pinned=True)
     buffer = pool.take(4097)
     assert buffer.is_pinned() and pool.bytes_in_use == 8192
     pool.give(buffer)

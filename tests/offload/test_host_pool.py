@@ -1,4 +1,4 @@
-"""The pool of host buffers: exact sizes, used again, never above the limit or the highest use."""
+"""The pool of host buffers: exact sizes, used again, never above the highest use."""
 
 import gc
 import platform
@@ -20,7 +20,7 @@ MIB = 1 << 20
 
 def test_buffers_have_their_exact_size_at_aligned_addresses() -> None:
     for alignment, nbytes in product([1, 64, 4096, 1 << 16], [0, 1, 4095, 4096, 4097, 3 * MIB + 5]):
-        pool = HostPool(None, alignment)
+        pool = HostPool(alignment)
         buffers = [pool.take(nbytes) for _ in range(3)]
         for number, buffer in enumerate(buffers):
             assert buffer.shape == (nbytes,) and buffer.dtype == torch.uint8 and buffer.is_contiguous()
@@ -34,7 +34,7 @@ def test_buffers_have_their_exact_size_at_aligned_addresses() -> None:
 
 
 def test_a_buffer_is_used_again_for_the_same_size() -> None:
-    pool = HostPool(None, 4096)
+    pool = HostPool()
     first = pool.take(10_000)
     address = first.data_ptr()
     pool.give(first)
@@ -43,7 +43,7 @@ def test_a_buffer_is_used_again_for_the_same_size() -> None:
 
 
 def test_the_pool_never_holds_more_than_its_highest_use() -> None:
-    pool = HostPool(None, 4096)
+    pool = HostPool()
     sizes = torch.randint(1, 30, (200,), generator=torch.Generator().manual_seed(0)).mul(4096).tolist()
     in_use: list[torch.Tensor] = []
     highest = 0
@@ -56,28 +56,10 @@ def test_the_pool_never_holds_more_than_its_highest_use() -> None:
         assert pool.bytes_held <= pool.peak_bytes == highest
 
 
-def test_the_limit_is_kept_also_when_other_sizes_are_kept_for_later() -> None:
-    pool = HostPool(10 * MIB, 4096)
-    pool.give(pool.take(10 * MIB))
-    pool.take(6 * MIB)
-    assert pool.bytes_held == 6 * MIB
-    assert pool.has_room(4 * MIB) and not pool.has_room(4 * MIB + 1)
-
-
-def test_more_than_the_limit_is_an_error_with_the_arithmetic() -> None:
-    pool = HostPool(10_000, 4096)
-    pool.take(4096)
-    text = refusal(pool.take, 4097, kind=OffloadError)
-    assert "4,096 bytes in use + 8,192 wanted = 12,288 > limit 10,000. Raise the limit, or use fewer or smaller" in text
-    pool.take(4000)  # the refused one counts for nothing
-
-
-def test_a_store_in_host_memory_keeps_to_the_limit_of_its_pool() -> None:
-    store = HostStore(HostPool(10_000, 64))
+def test_a_store_in_host_memory_keeps_a_key_once() -> None:
+    store = HostStore(HostPool(64))
     store.save("a", torch.ones(6000, dtype=torch.uint8)).wait()
     store.save("a", torch.ones(9000, dtype=torch.uint8)).wait()  # in place of the first, not beside it
-    text = refusal(store.save, "b", torch.ones(1000, dtype=torch.uint8), kind=OffloadError)
-    assert "host buffers: 9,024 bytes in use + 1,024 wanted = 10,048 > limit 10,000" in text
     store.drop("a")
     store.save("b", torch.ones(1000, dtype=torch.uint8)).wait()
     assert store.bytes_held == 1000 and store.pool.peak_bytes == 9024
@@ -86,7 +68,7 @@ def test_a_store_in_host_memory_keeps_to_the_limit_of_its_pool() -> None:
 
 
 def test_close_gives_the_memory_back_to_the_system_but_for_buffers_in_use() -> None:
-    pool = HostPool(None, 4096)
+    pool = HostPool()
     kept, buffer = pool.take(5000).fill_(3), pool.take(64 * MIB)
     before = own_bytes()
     buffer.fill_(1)
@@ -103,15 +85,15 @@ def test_close_gives_the_memory_back_to_the_system_but_for_buffers_in_use() -> N
 
 
 def test_what_is_not_the_pools_is_not_taken_back() -> None:
-    pool = HostPool(None, 4096)
+    pool = HostPool()
     buffer = pool.take(4096)
     pool.give(buffer)
-    for other in (buffer, HostPool(None, 4096).take(4096)):
+    for other in (buffer, HostPool().take(4096)):
         assert "expected a buffer that this pool has lent, found 4,096 bytes at 0x" in refusal(pool.give, other)
 
 
 def test_threads_may_share_a_pool() -> None:
-    pool = HostPool(64 * MIB, 4096)
+    pool = HostPool()
     faults: list[int] = []
 
     def work(number: int) -> None:
@@ -134,7 +116,6 @@ def test_threads_may_share_a_pool() -> None:
     [
         ({"alignment": 48}, "alignment: expected a power of two, found 48"),
         ({"alignment": 0}, "alignment: expected a power of two, found 0"),
-        ({"limit_bytes": -1}, "limit_bytes: expected a number of bytes or None, found -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], text: str) -> None:
@@ -143,7 +124,7 @@ def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], text:
 
 def test_memory_that_the_system_refuses_is_an_error() -> None:
     with pytest.raises(OffloadError, match=r"expected 1,1\d\d(,\d\d\d){4} bytes of host memory, but the"):
-        HostPool(None, 4096).take(1 << 50)
+        HostPool().take(1 << 50)
 
 
 # -- pinned memory ----------------------------------------------------------------------------------------------------
@@ -173,7 +154,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
 
 
 def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(driver: FakeDriver) -> None:
-    pool = HostPool(None, 4096, pinned=True)
+    pool = HostPool(4096, pinned=True)
     buffer = pool.take(5000)
     assert driver.registered == {buffer.data_ptr(): 8192}
     pool.give(buffer)
@@ -187,7 +168,7 @@ def test_memory_that_cannot_be_pinned_is_an_error(driver: FakeDriver) -> None:
     driver.code = 2
     message = r"expected to pin 8,192 bytes of host memory, but the driver refuses \(error 2\)\. .* raise `ulimit -l`"
     with pytest.raises(OffloadError, match=message):
-        HostPool(None, 4096, pinned=True).take(5000)
+        HostPool(4096, pinned=True).take(5000)
 
 
 def test_sizes_that_vary_come_to_an_end_of_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +180,7 @@ def test_sizes_that_vary_come_to_an_end_of_pinning(monkeypatch: pytest.MonkeyPat
         return allocate_host(nbytes, alignment)
 
     monkeypatch.setattr(host_memory, "allocate_host", allocate)
-    pool = HostPool(None, 64, pinned=True)
+    pool = HostPool(64, pinned=True)
     for round_number in range(40):
         buffers = [pool.take(64 * (1 + (7 * number + 5 * round_number) % 13)) for number in range(3)]
         for buffer in buffers:

@@ -312,11 +312,6 @@ class FileSpace:
         self._offsets: list[int] = []  # of the free ranges before the end, in order
         self._sizes: dict[int, int] = {}  # of the free ranges, by offset
 
-    @property
-    def free_bytes(self) -> int:
-        """Free bytes before the end."""
-        return sum(self._sizes.values())
-
     def rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.alignment) * self.alignment
 

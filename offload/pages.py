@@ -120,10 +120,6 @@ class PagePool:
         # Linux before 5.7 does not know MREMAP_DONTUNMAP, and a sandbox may forbid mremap.
         return pool._move(first.base, second.base, PAGE_BYTES) and int(second.tensor[0]) == 7
 
-    @property
-    def vacated_bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._vacated)
-
     def reserve(self, nbytes: int) -> int:
         """Reserve addresses for nbytes, without memory."""
         length = nbytes + _ALIGNMENT_BYTES

@@ -80,7 +80,7 @@ class GatedMlp:
 
     def __init__(self, x: Form, up: Form | None, activation: str) -> None:
         """x, up: (..., n_cols); without up, gate and up are the halves of x, (..., 2 n_cols)."""
-        shape, self._is_packed = x[0], up is None
+        shape = x[0]
         n_cols = shape[-1] // 2 if up is None else shape[-1]
         self._row_numel, self._shape, self._activation = shape[-1], (*shape[:-1], n_cols), activation
         self._strides = contiguous_strides(self._shape)

@@ -1,4 +1,4 @@
-"""Starts Triton kernels. Every launch goes through here, so that tests can record it and compile it ahead of time.
+"""Starts Triton kernels.
 
 [Note: Cost of a launch] Triton looks at each argument of each launch: name, type, alignment, value of an integer. That
 costs the host more than a small kernel costs the device. A `PreparedLaunch` has the grid and the scalars; its call
@@ -8,9 +8,7 @@ multiple of 16 bytes, as Triton assumed when it compiled the kernel. Every other
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,31 +18,19 @@ from triton import knobs
 ALIGNMENT_BYTES = 16  # that Triton distinguishes
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A recorded launch: a kernel with all inputs of its compilation and start."""
-
-    kernel: Any  # result of @triton.jit
-    grid: tuple[int, ...]
-    args: Mapping[str, Any]  # all parameters of the kernel by name: tensors, numbers, constants
-    num_warps: int
-    num_stages: int
-    enable_fp_fusion: bool = True
-
-
-_RECORDERS: list[list[Launch]] = []  # innermost last; a ContextVar would cost each launch more
-
-
-def launch(kernel: Any, grid: tuple[int, ...], num_warps: int = 4, num_stages: int = 2, **args: Any) -> Any:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    num_warps: int = 4,
+    num_stages: int = 2,
+    enable_fp_fusion: bool = True,
+    **args: Any,
+) -> Any:
     """Run `kernel` on `grid` programs; do nothing if the grid is empty. args: the kernel's parameters by name.
 
-    enable_fp_fusion (in args): whether the compiler may fuse a product and a sum into one rounding; True by default.
+    enable_fp_fusion: whether the compiler may fuse a product and a sum into one rounding.
     Returns Triton's compiled kernel, None if there is none.
     """
-    enable_fp_fusion = bool(args.pop("enable_fp_fusion", True))
-    if _RECORDERS:
-        _RECORDERS[-1].append(Launch(kernel, grid, args, num_warps, num_stages, enable_fp_fusion))
-        return None
     if not all(grid):
         return None
     device = next((value.device for value in args.values() if isinstance(value, Tensor)), None)
@@ -77,7 +63,6 @@ class PreparedLaunch:
         started = self._started.get(device)
         if (
             started is None
-            or _RECORDERS
             or device != torch._C._cuda_getDevice()  # torch.cuda.current_device costs more
             or not _are_aligned(tensors)
             or _is_watched()
@@ -112,17 +97,6 @@ def _is_watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-@contextmanager
-def recorded_launches() -> Iterator[list[Launch]]:
-    """Put every launch within the context into the list, and start none. Takes meta tensors too."""
-    launches: list[Launch] = []
-    _RECORDERS.append(launches)
-    try:
-        yield launches
-    finally:
-        _RECORDERS.pop()
-
-
 def next_power_of_2(number: int) -> int:
     """Return the smallest power of 2 that is at least `number`; 1 for 0."""
     return 1 << max(number - 1, 0).bit_length()
@@ -131,5 +105,5 @@ def next_power_of_2(number: int) -> int:
 def num_processors(device: torch.device) -> int:
     """Return the number of multiprocessors of a GPU."""
     if device.type != "cuda":
-        return 8  # for recorded launches and the interpreter
+        return 8  # for the interpreter
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -142,7 +142,7 @@ class RmsNorm:
         shape, _, self._dtype, self._device = x
         self._n_cols = n_cols = shape[-1]
         self._n_rows = shape.numel() // n_cols
-        self._eps, self._offset, self._has_weight = eps, offset, weight is not None
+        self._offset, self._has_weight = offset, weight is not None
         self._block_size = min(next_power_of_2(n_cols), MAX_BLOCK_SIZE)
         self._num_blocks = -(-n_cols // self._block_size)
         self._is_apart, (x_stride, residual_stride, _) = row_strides(x, residual, weight)

@@ -137,7 +137,7 @@ def code_of_amd(text: str) -> Code:
 
 def compile_all(names: list[str]) -> None:
     """Compile each case in a dtype for a GPU of NVIDIA, both in turn; and the first of each kernel for AMD's."""
-    from lowtide.kernels.triton.launch import recorded_launches
+    from tests.kernels.recording import recorded_launches
 
     cuda = [target for target, (backend, *_) in TARGETS.items() if backend == "cuda"]
     for name in names:

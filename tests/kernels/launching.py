@@ -96,7 +96,7 @@ def main() -> None:
     launching.launch = counted
     start = launching.PreparedLaunch(_add_kernel, (3,), num_warps=2, n=80, step=0.5, SCALE=2, BLOCK_SIZE=32)
     hooks = triton.knobs.runtime.launch_enter_hook
-    for case in ("first", "same", "other values", "not aligned", "same", "watched", "other device", "recorded"):
+    for case in ("first", "same", "other values", "not aligned", "same", "watched", "other device"):
         x, y = Pointer(1600), Pointer(3200 if case != "other values" else 4800)
         if case == "not aligned":
             x = Pointer(1604)
@@ -104,12 +104,6 @@ def main() -> None:
             x = Pointer(1600, device=1)
         if case == "watched":
             hooks.add(_nothing)
-        if case == "recorded":
-            with launching.recorded_launches() as launches:
-                start(x, y)  # type: ignore[arg-type]
-            (one,) = launches
-            print(json.dumps(["recorded", list(one.grid), {name: _shown(arg) for name, arg in one.args.items()}]))
-            continue
         before = len(through_triton)
         start(x, y)  # type: ignore[arg-type]
         print(json.dumps([case, len(through_triton) - before, STARTED[-1]]))

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowtide.kernels.gated_mlp import Activation, gated_reference, geglu, geglu_packed, swiglu, swiglu_packed
-from lowtide.kernels.triton.launch import recorded_launches
 from tests.kernels.exact import DTYPES, assert_near_float64
+from tests.kernels.recording import recorded_launches
 from tests.kit.grids import pairs
 
 # exp(-x) is infinite for x < -88, and the sigmoid 0, as it should be; numpy, which interprets the kernels, warns.

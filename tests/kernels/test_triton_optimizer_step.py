@@ -12,12 +12,12 @@ import torch
 from lowtide.kernels.optimizer_states import new_states, stored_states
 from lowtide.kernels.optimizer_step import ShardUpdate, UpdateLaunches, update_runs, update_shard, update_shards
 from lowtide.kernels.triton import optimizer_step
-from lowtide.kernels.triton.launch import recorded_launches
 from lowtide.kernels.triton.optimizer_step import run_table
 from lowtide.kernels.weight_rounding import Rounding
 from lowtide.optimizers import OPTIMIZERS
 from tests.kernels.cpu_kernel import CASES, assert_same
 from tests.kernels.exact import DTYPES
+from tests.kernels.recording import recorded_launches
 from tests.kit.training import refusal
 
 MOMENTUM = {"momentum": 1.0, "dampening": 0.0, "nesterov": False, "lr": 0.0, "weight_decay": 0.0}

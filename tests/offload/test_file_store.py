@@ -36,11 +36,11 @@ def test_regions_never_overlap_and_free_neighbours_become_one() -> None:
         ends = [offset + regions.rounded(nbytes) for offset, nbytes in sorted(taken.items())]
         assert all(end <= offset for end, offset in zip(ends, sorted(taken)[1:], strict=False))
         assert regions.end == max(ends, default=0)
-        assert regions.free_bytes == regions.end - sum(map(regions.rounded, taken.values()))
+        assert sum(regions._sizes.values()) == regions.end - sum(map(regions.rounded, taken.values()))
     for offset, nbytes in taken.items():
         regions.give(offset, nbytes)
     regions.give(regions.take(0), 0)
-    assert regions.end == regions.free_bytes == 0
+    assert regions.end == len(regions._sizes) == 0
 
 
 def test_the_smallest_gap_that_suffices_is_used() -> None:

@@ -144,16 +144,13 @@ def layer_of(name: str, module: nn.Module) -> ExpertLayer | None:
     own = {key: param for key, param in module._parameters.items() if param is not None}
     # Weights have three dimensions. Their biases have two, and so have many parameters that are no experts.
     nums = {param.shape[0] for param in own.values() if param.dim() == 3}
-    if len(nums) != 1 or not _takes_choices(module):
+    names = inputs_of(module)
+    takes_choices = len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
+    if len(nums) != 1 or not takes_choices:
         return None
     (num_experts,) = nums
     split = tuple(key for key, param in own.items() if param.dim() and param.shape[0] == num_experts)
     return ExpertLayer(name, module, num_experts, split)
-
-
-def _takes_choices(module: nn.Module) -> bool:
-    names = inputs_of(module)
-    return len(names) == 3 and names[1] in _INDICES and names[2] in _WEIGHTS
 
 
 def inputs_of(module: nn.Module) -> tuple[str, ...]:

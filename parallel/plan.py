@@ -222,9 +222,10 @@ def _styles(model: nn.Module, wanted: Mapping[str, str]) -> dict[str, tuple[Styl
     _check_kinds(found, modules)
     # A plan of the model with columns or rows is complete: names would split layers that it leaves whole.
     has_own = any(style in ("column", "row") for style in found.values())
+    experts = {name: Style.EXPERTS.value for name in modules if _can_be(modules[name], Style.EXPERTS.value)}
     # A plan of transformers may name modules of other kinds, which stay whole.
     found = {name: style for name, style in found.items() if _can_be(modules[name], style)}
-    found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **_experts_of(modules)}
+    found = {**({} if has_own else plan_by_names(model)), **found, **vocabulary_of(model), **experts}
     for pattern, style in wanted.items():
         names = _matches(modules, pattern)
         if not names:
@@ -304,11 +305,6 @@ def _expected(style: str) -> str:
     if style == Style.EXPERTS.value:
         return "a module with all experts of a layer that declares its layout as in transformers"
     return "a linear layer or an embedding"
-
-
-def _experts_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Return the modules with all experts of a layer, with their style."""
-    return {name: Style.EXPERTS.value for name, module in modules.items() if _can_be(module, Style.EXPERTS.value)}
 
 
 def _split_beside(

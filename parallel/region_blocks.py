@@ -63,7 +63,9 @@ class SequenceParallelRegion:
 def find_regions(model: nn.Module, layers: Sequence[LayerSplit]) -> tuple[SequenceParallelRegion, ...]:
     """Find the lists of blocks with split layers. Raises ValueError if there are none."""
     parents = {id(child): module for module in model.modules() for child in module.children()}
-    columns = [layer.module for layer in layers if _takes_columns(layer)]
+    columns = [
+        layer.module for layer in layers if layer.style in (Style.COLUMN, Style.GATHERED) and is_linear(layer.module)
+    ]
     rows = {id(layer.module) for layer in layers if layer.style is Style.ROW}
     own = {id(one) for one in columns} - {id(one.module) for one in layers if one.style is Style.GATHERED}
     found: dict[int, list[RegionBlock]] = {}
@@ -109,10 +111,6 @@ def _attentions(block: nn.Module) -> Iterator[nn.Module]:
             yield child
         else:
             yield from _attentions(child)
-
-
-def _takes_columns(layer: LayerSplit) -> bool:
-    return layer.style in (Style.COLUMN, Style.GATHERED) and is_linear(layer.module)
 
 
 def splits_of_parts(

@@ -79,7 +79,7 @@ class SequenceAttention:
     def put_on(self, model: nn.Module, patches: ModelPatches) -> None:
         """Install on all attention of the model. `check_attention` must have accepted it."""
         configs = _configs(model)
-        registry = _registry() if configs else None
+        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS if configs else None
         for number, config in enumerate(configs):
             # The registry belongs to the process, and engines may share it.
             name = f"lowtide_sequence_{id(self)}_{number}"
@@ -405,10 +405,6 @@ def _configs(model: nn.Module) -> list[Any]:
         ):
             found[id(config)] = config
     return list(found.values())
-
-
-def _registry() -> Any:
-    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
 
 
 def _callers(model: nn.Module) -> list[nn.Module]:

@@ -162,7 +162,11 @@ class SplitSelfCheck:
         kwargs = _without_caches(kwargs)
         prefix = f"{name}." if name else ""
         kept = [one for one in self._experts if _is_inside(one, name)]
-        own = {key: param for key, param in module.named_parameters() if not _is_in_any(prefix + key, kept)}
+        own = {
+            key: param
+            for key, param in module.named_parameters()
+            if not any(_is_inside(prefix + key, one) for one in kept)
+        }
         params = {key: self._whole(param, key) for key, param in own.items()}
         with around_copy(), BufferValues(self._wholes[name]):
             whole = functional_call(self._wholes[name], params, args, kwargs)
@@ -208,10 +212,6 @@ def _parent_of(layer: LayerSplit, plan: TensorPlan) -> str | None:
 
 def _is_inside(inner: str, outer: str) -> bool:
     return inner != outer and (not outer or inner.startswith(f"{outer}."))
-
-
-def _is_in_any(inner: str, outer: Sequence[str]) -> bool:
-    return any(_is_inside(inner, one) for one in outer)
 
 
 def _hint(parent: str, plan: TensorPlan) -> str:

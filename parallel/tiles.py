@@ -86,7 +86,9 @@ class Tiles:
         named = dict(model.named_modules())
         if self.head != AUTO:
             found = named.get(self.head)
-            if not _is_plain_linear(found):
+            # A fused layer is a subclass with the name of its original. A subclass of another name may compute other
+            # logits.
+            if not isinstance(found, nn.Linear) or type(found).__qualname__ != "Linear":
                 kind = "no module" if found is None else type(found).__name__
                 raise TilesError("head", f"expected the name of a Linear, found {kind} at '{self.head}'")
             assert isinstance(found, nn.Linear)
@@ -114,11 +116,6 @@ def _heads(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     if own is not None:
         return [(name, part) for name, part in linear if part is own]
     return [(name, part) for name, part in linear if id(part) not in of_blocks and part.out_features in rows]
-
-
-def _is_plain_linear(module: nn.Module | None) -> bool:
-    # A fused layer is a subclass with the name of its original. A subclass of another name may compute other logits.
-    return isinstance(module, nn.Linear) and type(module).__qualname__ == "Linear"
 
 
 def _tokens(value: int | str) -> int | None:

@@ -83,11 +83,6 @@ class FileStore:
         """True if the page cache is bypassed."""
         return self._file.is_direct
 
-    @property
-    def bytes_held(self) -> int:
-        with self._lock:
-            return sum(entry.nbytes for entry in self._entries.values())
-
     def reserve(self, sizes: Iterable[int]) -> None:
         """Allocate disk space for keys of these sizes, rounded up, in a file of this total size.
 

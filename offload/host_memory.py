@@ -91,11 +91,6 @@ class HostPool:
         self._lent: dict[int, Tensor] = {}  # whole buffers by address
         self._lock = threading.Lock()
 
-    @property
-    def bytes_held(self) -> int:
-        """Bytes that the pool has from the system: in use and kept."""
-        return self.bytes_in_use + self._kept_bytes
-
     def rounded(self, nbytes: int) -> int:
         """Round a size up to the alignment."""
         return -(-nbytes // self.alignment) * self.alignment

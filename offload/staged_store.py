@@ -59,10 +59,6 @@ class StagedStore:
     def reserve(self, sizes: Iterable[int]) -> None:
         self._store.reserve(sizes)
 
-    @property
-    def bytes_held(self) -> int:
-        return sum(self._sizes.values())
-
     def save(self, key: str, values: Tensor) -> Transfer:
         with self._lock:
             check_bytes("values", values)

@@ -78,10 +78,6 @@ class Store(Protocol):
     def close(self) -> None:
         """Wait for running transfers and release everything. May be called twice."""
 
-    @property
-    def bytes_held(self) -> int:
-        """The sum of the sizes that were saved and not dropped."""
-
 
 class HostStore:
     """Keeps copies in host memory. Raises OffloadError above the pool's limit.
@@ -108,10 +104,6 @@ class HostStore:
 
     def reserve(self, sizes: Iterable[int]) -> None:
         """Do nothing: memory is allocated on `save`."""
-
-    @property
-    def bytes_held(self) -> int:
-        return sum(kept.numel() for kept in self._kept.values())
 
     def save(self, key: str, values: Tensor) -> Transfer:
         check_bytes("values", values)

@@ -33,10 +33,6 @@ class SlowStore:
         self._transfers: list[Transfer] = []
 
     @property
-    def bytes_held(self) -> int:
-        return sum(kept.numel() for kept in self.kept.values())
-
-    @property
     def num_running(self) -> int:
         return sum(not transfer.is_done for transfer in self._transfers)
 

@@ -20,6 +20,7 @@ from lowtide.offload import FileStore, HostPool, HostStore, OffloadError, Staged
 from lowtide.offload.activations import ActivationOffload, in_storages_of
 from tests.kit.compiling import with_a_new_compiler
 from tests.kit.training import logged, refusal
+from tests.offload.held import bytes_held
 from tests.offload.slow_store import SlowStore
 
 ROWS, WIDTH = 16, 32
@@ -139,7 +140,7 @@ def assert_nothing_left(offload: ActivationOffload, store: SlowStore) -> None:
     store.settle()
     with offload:
         pass
-    assert offload.residency.resident_bytes == store.bytes_held == 0
+    assert offload.residency.resident_bytes == bytes_held(store) == 0
 
 
 @pytest.fixture
@@ -162,7 +163,7 @@ def test_gradients_are_the_same(store: SlowStore, step: Step, budget: int | None
         assert x.grad is not None and other.grad is not None and torch.equal(other.grad, x.grad)
     assert offload.residency.offloaded_bytes > 0 and store.count("load") > 0
     offload.close()
-    assert offload.residency.resident_bytes == store.bytes_held == 0
+    assert offload.residency.resident_bytes == bytes_held(store) == 0
 
 
 @pytest.mark.parametrize("is_staged", [False, True])
@@ -174,7 +175,7 @@ def test_gradients_are_the_same_from_a_file(tmp_path: Path, is_staged: bool) -> 
     for _ in range(3):
         assert_same_bits(gradients(model, offload), expected)
     offload.close()
-    assert store.bytes_held == 0 < offload.residency.offloaded_bytes
+    assert bytes_held(store) == 0 < offload.residency.offloaded_bytes
     store.close()
     assert pool.bytes_in_use == 0
 
@@ -209,11 +210,11 @@ def test_a_storage_is_saved_and_counted_once(store: SlowStore) -> None:
     with moving_all(store) as offload:
         y = x.exp()  # saves what it returns
         outputs = [y.sin(), y.t().cos(), y[1:].tan(), y.view(-1).sinh()]  # the storage of `tan` is new
-    assert offload.residency.resident_bytes + store.bytes_held == 2 * BYTES - WIDTH * 4
+    assert offload.residency.resident_bytes + bytes_held(store) == 2 * BYTES - WIDTH * 4
     del outputs
-    assert offload.residency.resident_bytes + store.bytes_held == BYTES
+    assert offload.residency.resident_bytes + bytes_held(store) == BYTES
     del y
-    assert offload.residency.resident_bytes + store.bytes_held == 0
+    assert offload.residency.resident_bytes + bytes_held(store) == 0
 
 
 def test_a_few_rows_of_a_data_set_do_not_move_all_of_it(store: SlowStore) -> None:
@@ -316,7 +317,7 @@ def test_hooks_inside_the_model_decide_for_what_they_enclose(store: SlowStore) -
         y = x.sin()
         with save_on_cpu():
             z = y.exp().cos().tan().sum()
-    assert offload.residency.resident_bytes + store.bytes_held == BYTES
+    assert offload.residency.resident_bytes + bytes_held(store) == BYTES
     assert torch.equal(torch.autograd.grad(z, x)[0], torch.autograd.grad(x.sin().exp().cos().tan().sum(), x)[0])
 
 
@@ -345,7 +346,7 @@ def test_host_memory_is_not_copied_to_host_memory() -> None:
     with logged() as messages:
         for _ in range(2):
             assert_same_bits(gradients(model, offload), gradients(model))
-    assert offload.residency.offloaded_bytes == offload.residency.peak_resident_bytes == store.bytes_held == 0
+    assert offload.residency.offloaded_bytes == offload.residency.peak_resident_bytes == bytes_held(store) == 0
     assert messages == [
         "activation offload: activations on the CPU are already in host memory and stay there; a file store would take "
         "them"
@@ -376,7 +377,7 @@ def test_nothing_is_left_of_a_graph_without_backward(store: SlowStore) -> None:
     model = Model(plain)
     offload = offload_for(model, store, 2 * BYTES)
     loss = forward(model, offload)
-    assert store.bytes_held > 0
+    assert bytes_held(store) > 0
     del loss
     assert_nothing_left(offload, store)
 
@@ -465,7 +466,7 @@ def test_after_close_backward_says_so(store: SlowStore) -> None:
     offload = offload_for(model, store, 3 * BYTES)
     loss = forward(model, offload)
     offload.close()
-    assert offload.residency.resident_bytes == store.bytes_held == 0
+    assert offload.residency.resident_bytes == bytes_held(store) == 0
     assert refusal(loss.backward, kind=OffloadError) == (
         "activation offload: expected backward before close(), found the offload closed and the activations of "
         "this graph freed"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lowtide.offload import FileStore, HostPool, OffloadError, StagedStore
 from tests.kit.training import refusal
+from tests.offload.held import bytes_held
 from tests.offload.slow_store import SlowStore
 
 NBYTES = 10_000
@@ -28,7 +29,7 @@ def test_bytes_come_back_and_memory_is_the_pools(tmp_path: Path) -> None:
     saves = [store.save(str(seed), values(seed)) for seed in range(10)]
     for save in saves:
         save.wait()
-    assert store.bytes_held == 10 * NBYTES
+    assert bytes_held(store) == 10 * NBYTES
     outs = [torch.empty(NBYTES, dtype=torch.uint8) for _ in range(10)]
     loads = [store.load(str(seed), out) for seed, out in enumerate(outs)]
     for seed, load in enumerate(loads):

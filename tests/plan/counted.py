@@ -356,7 +356,8 @@ class LiveBytes(TorchDispatchMode):
         addresses = {tensor.untyped_storage().data_ptr() for tensor in own if _has_memory(tensor)}
         made = self._made_bytes - sum(self._made.get(address, 0) for address in addresses)
         copies = self._engine.optimizer.speculation.nbytes  # operations have made them
-        buffers = self._engine.optimizer._placements.offloaded._pool.bytes_held  # of states that rest in files
+        pool = self._engine.optimizer._placements.offloaded._pool
+        buffers = pool.bytes_in_use + pool._kept_bytes  # of states that rest in files
         return made + self._engine.memory().total_bytes - copies + buffers + self._staging
 
 

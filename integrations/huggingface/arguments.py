@@ -18,6 +18,10 @@ _TORCH_ADAMW = ("adamw_torch", "adamw_torch_fused")
 _STEPS_IN_BACKWARD = ("lomo", "layerwise")
 _WITH_WARMUP = ("warmuplr", "warmupdecaylr", "warmupcosinelr", "constant", "linear", "cosine")
 _BETAS, _EPS = ("adam_beta1", "adam_beta2"), ("adam_epsilon",)
+_ONE_SCHEDULE = (
+    "a training with smaller batches would go on with the schedule of the config. Remove the section `scheduler`, and "
+    "set lr_scheduler_type"
+)
 HELP = "lowtide's config: the name of a preset such as zero3, the path of a JSON file, or a dictionary."
 
 HELP_OF_MEAN = (
@@ -129,6 +133,7 @@ def refuse(args: Any, config: EngineConfig) -> None:
     if config.has("scheduler"):
         other = None if (name := _name(args.lr_scheduler_type)) == "linear" else name
         found.append(("lr_scheduler_type", other, "the config has a scheduler; leave one of them out"))
+        found.append(("auto_find_batch_size", args.auto_find_batch_size, _ONE_SCHEDULE))
     if config.has("optimizer"):
         other = None if (name := _name(args.optim)) in _TORCH_ADAMW else name
         found.append(("optim", other, "the config has an optimizer; leave one of them out"))

@@ -161,11 +161,18 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         if self._lowtide is None:
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        engine, is_new = self._trained_engine, resume_from_checkpoint is None
+        if engine is not None and engine.global_step and is_new and self._lowtide.has("scheduler"):
+            raise ValueError(
+                "Trainer.train: expected one training with the scheduler of the config, found another after "
+                f"{engine.global_step} steps, which would go on at the end of that schedule. Remove the section "
+                "`scheduler`, and set lr_scheduler_type, which begins again with each training"
+            )
         fill_steps(self._lowtide, self.args, max_steps)
-        if self._trained_engine is None:
+        if engine is None:
             self._release_engine()  # of an earlier evaluation
         # It belongs to an engine that was just closed, so the Trainer must make a new optimizer.
-        if self._trained_engine is None and isinstance(self.optimizer, EngineOptimizer):
+        if engine is None and isinstance(self.optimizer, EngineOptimizer):
             self.optimizer = None
         self._count_params()
         return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)

@@ -69,6 +69,11 @@ def test_auto_is_what_the_arguments_say(tmp_path: Path) -> None:
 def test_a_training_has_what_auto_is(tmp_path: Path) -> None:
     made = trainer(str(tmp_path), AUTO, {**OPTIONS, "max_steps": 1})
     made.train()
+    assert refusal(made.train) == (
+        "Trainer.train: expected one training with the scheduler of the config, found another after 1 steps, which "
+        "would go on at the end of that schedule. Remove the section `scheduler`, and set lr_scheduler_type, which "
+        "begins again with each training"
+    )
     values = made.engine.config.model_dump()
     closed(made)
     params = values["optimizer"]["params"]
@@ -172,6 +177,7 @@ LAYERWISE = "galore_adamw_layerwise"
         (ZERO3, {"bf16_full_eval": True}, "bf16_full_eval needs bf16=True"),
         (AUTO, {"optim": "sgd"}, "found optim=sgd: the config has an optimizer"),
         (AUTO, {"lr_scheduler_type": "cosine"}, "found lr_scheduler_type=cosine: the config has a scheduler"),
+        (AUTO, {"auto_find_batch_size": True}, "a training with smaller batches would go on with the schedule of the "),
         (IN_BACKWARD, {}, "expected max_grad_norm=0 with update_in_backward"),
     ],
 )

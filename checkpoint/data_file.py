@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from ..offload import HostPool
+from ..offload import HostPool, round_up
 
 _ALIGNMENT_BYTES = 4096  # of memory, offsets and lengths: enough for O_DIRECT on every device
 _HUGE_PAGE_BYTES = 2 << 20
@@ -148,9 +148,10 @@ class DataFile:
         targets = [np.frombuffer(part.memory, np.uint8) for part in parts]
         offset = low // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         num_requests = -(-(high - offset) // len(block))
-        request_bytes = _aligned(-(-(high - offset) // max(num_requests, 1)))  # equal sizes: no small last request
+        # Equal sizes: no small last request.
+        request_bytes = round_up(-(-(high - offset) // max(num_requests, 1)), _ALIGNMENT_BYTES)
         while offset < high:
-            wanted = min(_aligned(high - offset), request_bytes)
+            wanted = min(round_up(high - offset, _ALIGNMENT_BYTES), request_bytes)
             count = os.preadv(self._direct, [block[:wanted]], offset)
             end = offset + count
             for part, target in zip(parts, targets, strict=True):
@@ -162,10 +163,6 @@ class DataFile:
             if end < high and (not count or count % _ALIGNMENT_BYTES):
                 raise EndOfFileError(end)
             offset = end
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
 def _mapped(descriptor: int) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..offload import TensorChunk
+from ..offload import TensorChunk, round_up
 from .archive import MAX_VALUES_BYTES, checksum_of
 from .chunk_view import ChunkView, TensorInfo
 from .data_file import Blocks, DataFile, EndOfFileError, FileChunk
@@ -182,7 +182,7 @@ class CheckpointReader:
         # A chunk goes directly into its target, or into a piece of this thread's buffer: verified, then distributed.
         fits = [read.fits(target) for read, target in zip(batch, targets, strict=True)]
         # Rounded: a view of bytes as a dtype must begin at a multiple of the element size.
-        sizes = [0 if fit else _rounded(read.nbytes) for read, fit in zip(batch, fits, strict=True)]
+        sizes = [0 if fit else round_up(read.nbytes, _ALIGNMENT_BYTES) for read, fit in zip(batch, fits, strict=True)]
         pieces = torch.split(self._buffer(sum(sizes)), sizes)
         memories = [
             target[0].detach().view(-1).view(torch.uint8) if fit else piece[: read.nbytes]
@@ -229,7 +229,7 @@ def _batches_of(reads: Sequence[_Read], max_nbytes: int) -> Iterator[list[_Read]
     batch: list[_Read] = []
     nbytes = in_buffer = 0
     for read in reads:
-        size = _rounded(read.nbytes)
+        size = round_up(read.nbytes, _ALIGNMENT_BYTES)
         size_in_buffer = 0 if read.fits(read.targets()) else size
         if batch:
             last = batch[-1]
@@ -242,7 +242,3 @@ def _batches_of(reads: Sequence[_Read], max_nbytes: int) -> Iterator[list[_Read]
         in_buffer += size_in_buffer
     if batch:
         yield batch
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

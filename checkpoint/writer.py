@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer, use_device
+from ..offload import HostPool, SequentialFile, TensorChunk, TransientBuffer, round_up, use_device
 from .archive import MAX_VALUES_BYTES, checksum_of, write_tensor
 from .chunk_view import ChunkView
 from .files import data_name, index_name
@@ -52,7 +52,7 @@ class Snapshot:
     def __init__(self, chunk_views: Sequence[ChunkView], pool: HostPool | None, device: torch.device) -> None:
         """pool: of pinned memory; None if the views are in host memory."""
         # Each view begins at a multiple of every element size, as a view of bytes as a dtype must.
-        sizes = [-(-chunk_view.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for chunk_view in chunk_views]
+        sizes = [round_up(chunk_view.nbytes, _ALIGNMENT_BYTES) for chunk_view in chunk_views]
         if pool is None:
             transient = TransientBuffer(sum(sizes), torch.uint8)
             memory, self._give_back = transient.tensor, transient.drop

@@ -9,7 +9,7 @@ from .pages import PagedBuffer, PagePool, TransientBuffer, huge_zeros
 from .sequential_file import SequentialFile
 from .staged_store import StagedStore
 from .store import FINISHED, HostStore, Memory, Store, StoredRange, Transfer, use_device
-from .tensor_chunk import TensorChunk, TensorShard
+from .tensor_chunk import TensorChunk, TensorShard, round_up
 from .window import Offloadable, OldVersion, Window
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "huge_zeros",
     "in_storages_of",
     "keep_heap",
+    "round_up",
     "sent",
     "trim_heap",
     "use_device",

@@ -27,6 +27,7 @@ from torch import Tensor
 from .block_file import ALIGNMENT_BYTES, BlockError, BlockFile, Checksum
 from .host_memory import OffloadError
 from .store import Transfer, check_bytes, check_size, closed_error, unknown_key_error
+from .tensor_chunk import round_up
 
 _Verb = Literal["save", "load"]
 
@@ -44,7 +45,7 @@ class AioOptions:
         if self.block_size < ALIGNMENT_BYTES or self.block_size % ALIGNMENT_BYTES:
             raise ValueError(
                 f"block_size: expected a multiple of {ALIGNMENT_BYTES} bytes, found {self.block_size}; "
-                f"the next multiple is {max(-(-self.block_size // ALIGNMENT_BYTES), 1) * ALIGNMENT_BYTES}"
+                f"the next multiple is {round_up(max(self.block_size, 1), ALIGNMENT_BYTES)}"
             )
         if self.thread_count < 1:
             raise ValueError(f"thread_count: expected 1 or more threads, found {self.thread_count}")
@@ -88,7 +89,7 @@ class FileStore:
 
         Raises OffloadError with folder, rank, and the bytes needed and free, if there is too little.
         """
-        self._file.reserve(sum(self._regions.rounded(size) for size in sizes))
+        self._file.reserve(sum(round_up(size, ALIGNMENT_BYTES) for size in sizes))
 
     def save(self, key: str, values: Tensor) -> Transfer:
         check_bytes("values", values)
@@ -222,7 +223,7 @@ class FileStore:
         """Return aligned memory of this thread, of the rounded size, for unaligned bytes."""
         if not hasattr(self._of_thread, "memory"):
             self._of_thread.memory = memoryview(mmap.mmap(-1, self.aio.block_size))  # takes memory only when written
-        scratch: memoryview = self._of_thread.memory[: self._regions.rounded(nbytes)]
+        scratch: memoryview = self._of_thread.memory[: round_up(nbytes, ALIGNMENT_BYTES)]
         return scratch
 
     def _place(self) -> str:
@@ -307,12 +308,9 @@ class FileSpace:
         self._offsets: list[int] = []  # of the free ranges before the end, in order
         self._sizes: dict[int, int] = {}  # of the free ranges, by offset
 
-    def rounded(self, nbytes: int) -> int:
-        return -(-nbytes // self.alignment) * self.alignment
-
     def take(self, nbytes: int) -> int:
         """Allocate nbytes and return their offset."""
-        wanted = self.rounded(nbytes)
+        wanted = round_up(nbytes, self.alignment)
         if not wanted:
             return 0
         enough = [offset for offset in self._offsets if self._sizes[offset] >= wanted]
@@ -328,7 +326,7 @@ class FileSpace:
 
     def give(self, offset: int, nbytes: int) -> None:
         """Free a range of `take`."""
-        size = self.rounded(nbytes)
+        size = round_up(nbytes, self.alignment)
         if not size:
             return
         index = bisect.bisect(self._offsets, offset)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .tensor_chunk import round_up
+
 
 class OffloadError(RuntimeError):
     """Bytes could not be kept or moved. Says where (file, rank, key or pool), what was expected, and what was found."""
@@ -91,17 +93,13 @@ class HostPool:
         self._lent: dict[int, Tensor] = {}  # whole buffers by address
         self._lock = threading.Lock()
 
-    def rounded(self, nbytes: int) -> int:
-        """Round a size up to the alignment."""
-        return -(-nbytes // self.alignment) * self.alignment
-
     def take(self, nbytes: int) -> Tensor:
         """Take (nbytes,) uint8, aligned, with arbitrary content, until `give`.
 
         Raises OffloadError if the system has too little memory.
         """
         with self._lock:
-            size = self.rounded(nbytes)
+            size = round_up(nbytes, self.alignment)
             if not size:
                 return torch.empty(0, dtype=torch.uint8)
             buffer = self._kept_buffer(size)

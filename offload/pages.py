@@ -27,6 +27,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .tensor_chunk import round_up
+
 PAGE_BYTES = mmap.PAGESIZE
 _ALIGNMENT_BYTES = 2 << 20  # equal alignment of both ends lets the kernel move whole page tables
 _MAYMOVE, _FIXED, _DONTUNMAP = 1, 2, 4
@@ -64,7 +66,7 @@ class PagedBuffer:
     def _range(self, start: int, end: int) -> tuple[int, int]:
         """Return the whole pages inside the range as (address, bytes)."""
         itemsize = self.tensor.element_size()
-        low = self.base + -(-start * itemsize // PAGE_BYTES) * PAGE_BYTES
+        low = self.base + round_up(start * itemsize, PAGE_BYTES)
         high = self.base + end * itemsize // PAGE_BYTES * PAGE_BYTES
         return low, max(high - low, 0)
 
@@ -128,7 +130,7 @@ class PagePool:
             raise MemoryError(
                 f"no address space for a buffer of {nbytes} bytes: error {ctypes.get_errno()}; raise `ulimit -v`"
             )
-        aligned = -(-int(address) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        aligned = round_up(int(address), _ALIGNMENT_BYTES)
         self._mappings[aligned] = (int(address), length)
         return aligned
 

@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from .block_file import REFUSALS
 from .host_memory import allocate_host
+from .tensor_chunk import round_up
 
 BLOCK_BYTES = 4 << 20
 _ALIGNMENT_BYTES = 4096
@@ -103,7 +104,7 @@ class SequentialFile:
 
     def _hand_over(self) -> None:
         self._raise_error()
-        padded = -(-self._filled // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        padded = round_up(self._filled, _ALIGNMENT_BYTES)
         self._full.put((self._block, self._offset, padded))
         if not self._has_thread:
             self._end_writing()

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .host_memory import HostPool, OffloadError
+from .tensor_chunk import round_up
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class HostStore:
         while self._dropped:
             copied, kept = self._dropped[0]
             if not copied.query():
-                if pool.bytes_in_use + pool.rounded(nbytes) <= pool.peak_bytes:
+                if pool.bytes_in_use + round_up(nbytes, pool.alignment) <= pool.peak_bytes:
                     break
                 copied.synchronize()
             self._dropped.popleft()

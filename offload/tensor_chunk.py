@@ -1,4 +1,4 @@
-"""Ranges of a tensor in each dimension, as integers, and the part of a tensor that a rank holds."""
+"""Ranges of a tensor in each dimension, as integers, the part of a tensor that a rank holds, and rounding of sizes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True)

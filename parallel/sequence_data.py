@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from ..comm import Collectives
-from ..offload import sent
+from ..offload import round_up, sent
 
 IGNORED = -100
 _TRIED = 16  # tokens
@@ -234,7 +234,7 @@ class SequenceData:
             )
 
     def _whole(self, positions: Tensor | None, seen: Tensor | None, length: int) -> AttentionContext:
-        size = self._padded(length)
+        size = round_up(length, self._exchange.size)
         keys = packed = None
         # Read before the engine moves the batch to the device, where a read would make the host wait.
         if seen is not None and not bool((seen != 0).all()):
@@ -245,15 +245,12 @@ class SequenceData:
                 packed = functional.pad(starts.cumsum(1), (0, size - length), value=-1)
         return AttentionContext(length, keys, packed)
 
-    def _padded(self, length: int) -> int:
-        return -(-length // self._exchange.size) * self._exchange.size
-
     def own(self, x: Tensor, fill: float = 0, continues: bool = False) -> Tensor:
         """Return this rank's part of dimension 1, padded to divide. continues: pad with increasing numbers, not with
         `fill`.
         """
         length = x.shape[1]
-        more = self._padded(length) - length
+        more = round_up(length, self._exchange.size) - length
         # transformers takes positions that begin again for a packed sequence.
         if more and continues:
             x = torch.cat([x, x[:, -1:] + torch.arange(1, more + 1, device=x.device)], dim=1)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 
-from ..offload import TensorShard
+from ..offload import TensorShard, round_up
 
 BLOCK_NUMEL = 1024
 # 64 bytes of float32, 32 of bfloat16: a view begins where vector loads want it.
@@ -173,8 +173,3 @@ class FlatLayout:
         used = [param_view for param_view in self.param_views if param_view.numel]
         index = bisect_right([param_view.offset_in_flat for param_view in used], offset_in_flat) - 1
         return used[index]
-
-
-def round_up(value: int, multiple: int) -> int:
-    """Return the smallest multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple

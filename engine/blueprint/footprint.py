@@ -16,10 +16,9 @@ from ...comm.shared_memory import counters_bytes
 from ...comm.shared_segment import page_aligned
 from ...kernels.optimizer_step import chunk_numel
 from ...kernels.quantized_blocks import quantized_bytes
-from ...offload import FileStore
+from ...offload import FileStore, round_up
 from ...optimizers.optimizer import WholeTensorRule
 from ...zero.host_update import MAX_LEAVING
-from ...zero.layout import round_up
 from ...zero.master_weights import MASTER, Kinds, kinds_of_block, scaled
 from ...zero.placement import lay_out
 from ...zero.plan import GroupPlan, ModelPlan, Role

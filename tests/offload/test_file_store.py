@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.offload import AioOptions, FileStore
+from lowtide.offload import AioOptions, FileStore, round_up
 from lowtide.offload.block_file import SECTOR_BYTES, Checksum
 from lowtide.offload.file_store import FileSpace
 from tests.engine.scripts import run_on_ranks
@@ -33,10 +33,10 @@ def test_regions_never_overlap_and_free_neighbours_become_one() -> None:
             offset = regions.take(nbytes)
             assert offset % 4096 == 0
             taken[offset] = nbytes
-        ends = [offset + regions.rounded(nbytes) for offset, nbytes in sorted(taken.items())]
+        ends = [offset + round_up(nbytes, 4096) for offset, nbytes in sorted(taken.items())]
         assert all(end <= offset for end, offset in zip(ends, sorted(taken)[1:], strict=False))
         assert regions.end == max(ends, default=0)
-        assert sum(regions._sizes.values()) == regions.end - sum(map(regions.rounded, taken.values()))
+        assert sum(regions._sizes.values()) == regions.end - sum(round_up(nbytes, 4096) for nbytes in taken.values())
     for offset, nbytes in taken.items():
         regions.give(offset, nbytes)
     regions.give(regions.take(0), 0)
@@ -128,7 +128,7 @@ def test_nothing_is_left_of_a_process_that_was_killed(tmp_path: Path) -> None:
 
 def test_a_process_may_end_while_transfers_run(tmp_path: Path) -> None:
     source = f"""
-from lowtide.offload import AioOptions, FileStore
+from lowtide.offload import AioOptions, FileStore, round_up
 store = FileStore({str(tmp_path)!r}, 0, AioOptions(block_size=4096))
 for index in range(20):
     store.save(str(index), torch.ones({SIZE}, dtype=torch.uint8))

@@ -21,8 +21,8 @@ from lowtide.engine.blueprint.offload import Placement
 from lowtide.engine.config.config import Config
 from lowtide.kernels import optimizer_step
 from lowtide.kernels.exact_sum import NUM_LIMBS, value_of
-from lowtide.offload import FileStore, HostPool, OldVersion
-from lowtide.zero.layout import BLOCK_NUMEL, round_up
+from lowtide.offload import FileStore, HostPool, OldVersion, round_up
+from lowtide.zero.layout import BLOCK_NUMEL
 from lowtide.zero.plan import GroupPlan
 from lowtide.zero.versions import UpdateThread
 from tests.engine.test_blueprint import BF16, FP32, config_of, frozen_gpt as gpt, reductions_watched

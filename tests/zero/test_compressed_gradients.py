@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lowtide.comm import regions_of
 from lowtide.engine.config.config import Config, ConfigError
-from lowtide.zero.layout import FlatLayout, round_up
+from lowtide.offload import round_up
+from lowtide.zero.layout import FlatLayout
 from lowtide.zero.powersgd import PowerSGDOptions, ThinLayout
 from lowtide.zero.sign_update import SignLayout
 from tests.engine.saving import Trip, load_trips, save_trips

@@ -4,7 +4,8 @@ import math
 import random
 from itertools import pairwise
 
-from lowtide.zero.layout import BLOCK_NUMEL, PARAM_ALIGNMENT_NUMEL, FlatLayout, round_up
+from lowtide.offload import round_up
+from lowtide.zero.layout import BLOCK_NUMEL, PARAM_ALIGNMENT_NUMEL, FlatLayout
 
 SHAPES = [(), (0,), (3, 0, 2), (1,), (7,), (16,), (17,), (5, 123, 123), (1024,), (1023, 3), (2, 3, 5, 7), (4096,)]
 CHANCE = random.Random(0)

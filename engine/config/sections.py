@@ -410,8 +410,8 @@ class CompileConfig(ConfigSection):
         found = [] if self.blocks else self.idle("compile.blocks is false", but=("graphs", "max_graphs"))
         if self.blocks and not self.graphs and self.mode in ("reduce-overhead", "max-autotune"):
             found.append(
-                f"compile.mode: on a GPU torch stops where a gradient that {self.mode!r} has computed is used after the "
-                "next forward, as in accumulation; set compile.graphs with another mode instead"
+                f"compile.mode: on a GPU torch stops where a gradient that {self.mode!r} has computed is used after "
+                "the next forward, as in accumulation; set compile.graphs with another mode instead"
             )
         if not self.graphs:
             return found + self.idle("compile.graphs is false", only=("max_graphs",))

@@ -96,7 +96,9 @@ class Codec:
             # The transport gives the piece at a rank's coordinate to that rank, so the pieces are put in that order.
             by_place = sorted(range(self.axis.size), key=self.axis.places.__getitem__)
             order = [index for rank in by_place for index in self._parts[rank]]
-            staged = staged.view(len(order), -1)[order].view(-1)
+            pieces = staged.view(len(order), -1).unbind()
+            # Not by an index: the host would wait until the device has it.
+            staged = torch.cat([pieces[number] for number in order])
         terms = self.axis.transport.reduce_scatter(staged, spare, what)
         return Coming(terms.arrived, terms.region, partial(self._sum_up, terms), terms.summed)
 

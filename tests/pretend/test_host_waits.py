@@ -7,6 +7,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
+from lowtide.zero.codec import Codec
 from tests.kit.features import (
     FIRST_STEPS,
     MORE_WAITS,
@@ -256,3 +258,20 @@ def test_a_change_by_data_is_told_at_the_end_of_the_step() -> None:
         for _ in range(2):  # until it is put right
             with pytest.raises(ValueError, match=r"'blocks.1.wide.weight' was changed through \.data"):
                 train_step(engine, torch.randn(2, WIDTH))
+
+
+@on_device()
+def test_pieces_of_a_gradient_get_the_order_of_ranks_without_a_wait() -> None:
+    sent = list[Tensor]()
+
+    def reduce_scatter(staged: Tensor, spare: None, what: str) -> Any:
+        sent.append(staged)
+        return SimpleNamespace(arrived=None, region=slice(0), summed=None)
+
+    axis: Any = SimpleNamespace(size=2, places=(1, 0), transport=SimpleNamespace(reduce_scatter=reduce_scatter))
+    codec = Codec(axis, torch.float32, parts=[[0, 2], [1, 3]])
+    staged = torch.arange(8.0, device="pretend")
+    with device.host_waits() as waits:
+        codec.reduce_scatter(staged, None, "a gradient")
+    assert not waits, "\n".join(map(str, waits))
+    assert sent[0].tolist() == [2, 3, 6, 7, 0, 1, 4, 5]

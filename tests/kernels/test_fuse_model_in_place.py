@@ -180,7 +180,7 @@ def llama_norm_with_a_bias() -> nn.Module:
         OwnNorm(4),
         LlamaRMSNorm(),
         nn.LayerNorm(4),
-        nn.RMSNorm((3, 4)),
+        nn.RMSNorm([3, 4]),
         nn.BatchNorm1d(4),
         replaced_norm(),
         llama_mlp("relu"),

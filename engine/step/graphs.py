@@ -62,6 +62,7 @@ from .model_runner import ModelRunner, check_loss
 from .steps import Steps
 
 WARM_UP = 2
+_MAX_COUNTED = 1000  # cases of which the times are counted
 _EAGER = "eager"
 _MODE = "thread_local"  # a loader that pins memory, or a checkpoint's writer, may call the device during a capture
 Case = tuple[tuple[str, int | None], ...]
@@ -341,6 +342,13 @@ class GraphRunner(ModelRunner):
             return True
         texts = tuple(text for text, _ in case)
         # Counted without the state of the gradients: warm-up is about allocations and compilers, not about sums.
+        if len(self._times) == _MAX_COUNTED:
+            self._times.clear()
+            self._say(
+                f"{_MAX_COUNTED} kinds of microbatches: shapes, or values that are not tensors, change all the time, "
+                "and each kind runs eagerly at first. Pad batches to few shapes, and leave out values that the model "
+                "ignores"
+            )
         self._times[texts] += 1
         if _EAGER in texts or any(now is None for _, now in case) or self._times[texts] <= WARM_UP:
             return False

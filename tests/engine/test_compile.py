@@ -1,6 +1,7 @@
 """torch.compile by the user and by the section `compile`: as without it, with a graph for each kind."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import lowtide
 from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.model import prepared_model
+from lowtide.engine.step import graphs
 from lowtide.engine.step.graphs import are_possible
 from lowtide.model.caches import is_cache
 from tests.engine.adapted import base, tokens
@@ -426,3 +428,13 @@ def test_nccl_registers_no_buffers_of_graphs(
     environment = {} if given is None else {"NCCL_GRAPH_REGISTER": given}
     monkeypatch.setattr(os, "environ", environment)
     assert has_graphs("cuda", {}, size=size) and environment.get("NCCL_GRAPH_REGISTER") == expected
+
+
+def test_batches_that_always_differ_are_named_and_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MAX_COUNTED", 3)
+    said, times = list[str](), Counter[tuple[str, ...]]()
+    runner: Any = SimpleNamespace(graphs={}, _times=times, _max_graphs=8, _say=said.append)
+    for number in range(5):
+        assert not graphs.GraphRunner._has_graph(runner, ((f"name {number}", 0),))
+    assert len(times) == 2
+    assert [line.partition(":")[0] for line in said] == ["3 kinds of microbatches"]

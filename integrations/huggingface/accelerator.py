@@ -244,7 +244,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         with self._engines_aside(self._save_model_state_pre_hook, lambda models: (models, [])):
             folder: str = super().save_state(output_dir, safe_serialization, **kwargs)
         for tag, engine in self._tags():
-            engine.save_checkpoint(folder, tag)
+            engine.save_checkpoint(folder, tag, within_step=True)  # scripts may count batches, not steps
         return folder
 
     def load_state(

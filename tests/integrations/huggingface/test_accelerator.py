@@ -31,8 +31,8 @@ def accelerator_of(config: Any, **options: Any) -> Any:
     return Accelerator(lowtide=config, cpu=True, **options)
 
 
-def loop(accelerator: Any, prepared: Any, epochs: int = 2, clips: bool = True) -> list[float]:
-    """As in Accelerate's own examples; the losses and norms of the steps."""
+def loop(accelerator: Any, prepared: Any, epochs: int = 2, clips: bool = True, within: str = "") -> list[float]:
+    """As in Accelerate's own examples; the losses and norms of the steps. within: a folder for saves within steps."""
     model, optimizer, loader, scheduler = prepared
     seen = []
     for _ in range(epochs):
@@ -45,6 +45,8 @@ def loop(accelerator: Any, prepared: Any, epochs: int = 2, clips: bool = True) -
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
+            if within and not accelerator.sync_gradients:
+                accelerator.save_state(within)
             seen += [float(loss.detach()), scheduler.get_last_lr()[0]]
     return seen
 
@@ -75,10 +77,12 @@ def train(folder: str, config: Any) -> Any:
     accelerator.register_load_state_pre_hook(lambda models, folder: shown.extend(models))
     accelerator.save_state(folder)
     state = state_of(accelerator, prepared[0])
-    more = loop(accelerator, prepared, 1)
-    accelerator.load_state(folder)
-    again = loop(accelerator, prepared, 1)
-    assert config is None or shown == [prepared[0]] * 2
+    more = loop(accelerator, prepared, 1, within=f"{folder}/within")
+    again = []
+    for saved in (folder, f"{folder}/within"):
+        accelerator.load_state(saved)
+        again += loop(accelerator, prepared, 1)
+    assert config is None or shown == [prepared[0]] * 5
     assert accelerator.unwrap_model(prepared[0]).__class__ is Mlp
     num_rows = sum(len(accelerator.gather_for_metrics(y)) for _, y in prepared[2])
     accelerator.free_memory()

@@ -346,6 +346,7 @@ def assert_held(by_rank: list[list[str]]) -> None:
 def test_a_recorded_step_has_the_peak_of_the_allocator() -> None:
     """What its allocator counts is what the report says."""
     register()
+    collected()  # engines of tests before, which the allocator counts too
     config = settings(3, train_micro_batch_size_per_gpu=8)
     with lowtide.initialize(models.TinyGPT(width=64, layers=3), config) as engine:
         for number in range(2):

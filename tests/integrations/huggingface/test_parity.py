@@ -55,6 +55,8 @@ def summed_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) ->
     return loss / num_items_in_batch
 
 
+HAS_NEW_NAME = hasattr(transformers.TrainingArguments, "activation_checkpointing")
+CHECKPOINTING = "activation_checkpointing" if HAS_NEW_NAME else "gradient_checkpointing"  # of 5.17
 CASES: dict[str, dict[str, Any]] = {
     "accumulation": {"gradient_accumulation_steps": 2, "max_grad_norm": 0.3},
     "sums in each microbatch": {
@@ -69,7 +71,7 @@ CASES: dict[str, dict[str, Any]] = {
         "max_grad_norm": 0.0,
     },
     "label smoothing": {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False},
-    "checkpointing": {"activation_checkpointing": True, "neftune_noise_alpha": 5.0},
+    "checkpointing": {CHECKPOINTING: True, "neftune_noise_alpha": 5.0},
     "own loss": {"kind": Doubles, "gradient_accumulation_steps": 2},
     "loss function": {"compute_loss_func": summed_loss, "gradient_accumulation_steps": 2},
     "batch size": {"kind": FailsOnce, "auto_find_batch_size": True},

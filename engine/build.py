@@ -22,7 +22,7 @@ from ..comm import World
 from ..model.patches import ModelPatches
 from ..offload import keep_heap
 from ..watch.log import configure, logger
-from ..zero.optimizer import BY_HAND
+from ..zero.optimizer import BY_HAND, STATES_BY_HAND
 from ..zero.sequence import StateError
 from .archive.agreement import no_rank_alone
 from .assemble import assemble
@@ -101,7 +101,10 @@ def initialize(
         )
         if isinstance(optimizer, torch.optim.Optimizer):
             # A weak reference: the optimizer is the user's, and may outlive the engine.
-            patches.hook(optimizer.register_step_pre_hook(partial(_step_in_its_place, weakref.ref(engine))))
+            reference = weakref.ref(engine)
+            patches.hook(optimizer.register_step_pre_hook(partial(_step_in_its_place, reference)))
+            patches.hook(optimizer.register_state_dict_pre_hook(partial(_refuse_states, reference)))
+            patches.hook(optimizer.register_load_state_dict_pre_hook(partial(_refuse_states, reference)))
         return engine
     except BaseException:
         patches.close()
@@ -152,6 +155,16 @@ def _step_in_its_place(
             f"{name}: expected a call after the last microbatch of a step, found an earlier microbatch: call it after "
             "the last, or engine.step() after each, which acts after the last"
         )
+
+
+def _refuse_states(
+    reference: weakref.ref[Engine], optimizer: torch.optim.Optimizer, *loaded: Mapping[str, object]
+) -> None:
+    """Refuse to save or load the states of the caller's optimizer, in its hooks: the engine has them."""
+    engine = reference()
+    if loaded or engine is None or engine.optimizer.counts.num_steps:
+        name = "load_state_dict" if loaded else "state_dict"
+        raise StateError(STATES_BY_HAND.format(what=f"{type(optimizer).__name__}.{name}()"))
 
 
 def _freeze(module: nn.Module, patches: ModelPatches) -> None:

@@ -34,7 +34,7 @@ _LACKS_STATE = (
     "optimizer: expected options that keep the rule and the states of the optimizer, found an option, set after "
     "lowtide.initialize, that needs others, such as a momentum above 0, amsgrad or maximize; set it before"
 )
-_NO_STATE_DICT = (
+STATES_BY_HAND = (
     "{what}: expected engine.save_checkpoint and engine.load_checkpoint, which save and load the states of all ranks, "
     "found a call of the optimizer, whose states are divided over the ranks; engine.full(parameter, state) shows the "
     "state of a parameter"
@@ -121,13 +121,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the options. Raises StateError once states exist, as no rank has all of them."""
         if self.counts.num_steps:
-            raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.state_dict()"))
+            raise StateError(STATES_BY_HAND.format(what="engine.optimizer.state_dict()"))
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the options. Raises StateError if there are states, which would be lost."""
         if state_dict.get("state"):
-            raise StateError(_NO_STATE_DICT.format(what="engine.optimizer.load_state_dict()"))
+            raise StateError(STATES_BY_HAND.format(what="engine.optimizer.load_state_dict()"))
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(

@@ -300,11 +300,20 @@ def test_a_step_of_the_own_optimizer_is_that_of_the_engine(stage: int) -> None:
                 "needed"
             )
         before = engine.full("last.weight")
+        options = own.state_dict()  # before the first step there are no states
         own.step()
         assert engine.global_step == 1
         assert not torch.equal(engine.full("last.weight"), before)
         assert not own.state
-    own.step()  # it is the caller's again
+        calls = {"state_dict": own.state_dict, "load_state_dict": partial(own.load_state_dict, options)}
+        for name, call in calls.items():
+            assert refusal(call, kind=StateError) == (
+                f"AdamW.{name}(): expected engine.save_checkpoint and engine.load_checkpoint, which save and load the "
+                "states of all ranks, found a call of the optimizer, whose states are divided over the ranks; "
+                "engine.full(parameter, state) shows the state of a parameter"
+            )
+    own.load_state_dict(own.state_dict())  # it is the caller's again
+    own.step()
 
 
 def test_what_torch_clips_in_the_middle_of_a_loop_is_its_own_without_an_engine() -> None:

@@ -1,6 +1,6 @@
 """Fused linear and cross-entropy hold one chunk of logits, gradients, and next to nothing else, at any time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import import_module
 
 import pytest
@@ -47,6 +47,14 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels allocate nothing; Triton's interpreter, which copies what they are given, does."""
     monkeypatch.setattr(PreparedLaunch, "__call__", lambda *args: None)
+
+
+@pytest.fixture(autouse=True)
+def no_scratch_memory() -> Iterator[None]:
+    """oneDNN copies the factors of a product in bfloat16 on some processors (AMX)."""
+    torch.backends.mkldnn.set_flags(False)
+    yield
+    torch.backends.mkldnn.set_flags(True)
 
 
 def eager_bytes(backend: Backend) -> int:

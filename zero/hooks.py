@@ -2,8 +2,9 @@
 
 [Note: forgotten] If nobody closes an engine, it is freed with the last reference to it, and so are its model, memory
 and threads. Python collects cycles of Python objects, but not cycles through autograd: a unit holds the node that
-accumulates a parameter's gradient, the node holds the parameter, and the parameter holds its hooks. So hooks on a
-parameter hold the engine by weak references only.
+accumulates a parameter's gradient, the node holds the parameter, and the parameter holds its hooks. A block may keep
+the graph of a forward, as that of an auxiliary loss, and the graph holds its hooks. So hooks on parameters and in
+graphs hold the engine and the model by weak references only.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class UnitHooks:
         tensors = _tensors_with_graph(output)
         if self._sequence.phase is Phase.FORWARD and tensors:
             # The hook keeps the `Forward` alive as long as its graph.
-            self._on_first_gradient(tensors, partial(self._sequence.enter_forward, self._sequence.forwards.last))
+            sequence = weakref.proxy(self._sequence)
+            self._on_first_gradient(tensors, partial(UnitSequence.enter_forward, sequence, sequence.forwards.last))
         self._sequence.end_forward(keeps_graph=bool(tensors))
 
     def _hook_block(self, unit: Unit) -> None:
@@ -126,7 +128,7 @@ class UnitHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             use = uses.pop()
             if use is not None and (tensors := _tensors_with_graph(output)):
-                self._on_first_gradient(tensors, partial(sequence.enter_backward, use))
+                self._on_first_gradient(tensors, partial(UnitSequence.enter_backward, weakref.proxy(sequence), use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))

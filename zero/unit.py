@@ -5,6 +5,7 @@ From the record a backward knows in which order to gather units, and when all gr
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from weakref import WeakValueDictionary
 
@@ -33,7 +34,7 @@ class Unit:
         """is_end: a large embedding or head, which a loss outside of the model may read."""
         self.name = name
         self.is_end = is_end
-        self.module = module
+        self._module = weakref.ref(module)  # [Note: forgotten] in `hooks`
         self.accumulators: dict[int, Node] = {}
         self.register_groups(groups, gradients)
         self.waiting: set[int] = set()  # ids of parameters that have no gradient yet in this backward
@@ -44,6 +45,12 @@ class Unit:
         self.num_uses = 0  # in these forwards
         self.repeats = False
         """Whether a forward has used it twice in a row."""
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, self.name
+        return module
 
     def register_groups(self, groups: Sequence[ShardedGroup], gradients: Sequence[GroupGradient]) -> None:
         """Replace its groups and gradients."""

@@ -249,6 +249,13 @@ def test_engines_make_and_leave_process_groups(
     assert both[0] == both[1] == len(both[0]) * both[0][:1]
 
 
+def keeping() -> nn.Module:
+    """A block keeps the graph of its forward, as blocks do that keep an auxiliary loss."""
+    model = models.TinyGPT()
+    model.blocks[0].register_forward_hook(lambda block, args, output: setattr(block, "kept", output * 1))
+    return model
+
+
 FILES = {"device": "nvme", "nvme_path": "files"}
 FORGOTTEN: dict[str, Case] = {
     "shared memory": FIRST,
@@ -257,7 +264,8 @@ FORGOTTEN: dict[str, Case] = {
     "delayed": FIRST.at(2, config={"zero_optimization": {"offload_optimizer": {**FILES, "overlap": "delayed"}}}),
     "in backward": FIRST.at(3, clip=0.0, config={"zero_optimization": {"update_in_backward": True}}),
     "recomputed, bf16": FIRST.at(3, config={"activation_checkpointing": {"every": 1}, "bf16": {"enabled": True}}),
-    "pipeline": FIRST.at(1, build=models.tiny_gpt, config={"parallel": {"pipeline": 2}}),
+    "pipeline": FIRST.at(1, build=keeping, config={"parallel": {"pipeline": 2}}),
+    "a kept graph": FIRST.at(3, build=keeping),
 }
 
 

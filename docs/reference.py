@@ -140,13 +140,16 @@ def _types_table(schema: Any, path: str) -> str:
 
 
 def _params_table(schema: Any, path: str) -> str:
-    """A row for each key of any type, with each of its meanings."""
-    meanings: dict[str, dict[str, None]] = {}
-    for _, params in _types(schema, path):
+    """A row for each key of any type: the meaning of most types, then others behind the types that have them."""
+    meanings: dict[str, dict[str, list[str]]] = {}
+    for name, params in _types(schema, path):
         for key, one in params["properties"].items():
             if _works(one):
-                meanings.setdefault(key, {})[_text(one)] = None
-    rows = [f"| `{key}` | {' '.join(texts)} |" for key, texts in meanings.items()]
+                meanings.setdefault(key, {}).setdefault(_text(one), []).append(f"`{name}`")
+    rows = []
+    for key, texts in meanings.items():
+        first, *rest = sorted(texts, key=lambda text: -len(texts[text]))
+        rows.append(f"| `{key}` | {' '.join([first, *(', '.join(texts[text]) + ': ' + text for text in rest)])} |")
     return "\n".join(["| key | meaning |", "|---|---|", *rows])
 
 

@@ -13,6 +13,7 @@ from .optimizer import (
     CORRECTED,
     DECAY,
     L2,
+    STATE_DTYPE,
     Apply,
     Betas,
     Coefficients,
@@ -22,7 +23,6 @@ from .optimizer import (
     epsilon,
     lerp_coefficients,
     rate,
-    state_dtype,
 )
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ MOMENT_KEYS: Mapping[str, Key] = {  # of Adam and its variants
     "betas": (Betas, (0.9, 0.999), "Decay of the running mean of the gradient and of its square."),
     "eps": epsilon(1e-8),
     "weight_decay": L2,
-    "state_dtype": state_dtype("both moments are"),
+    "state_dtype": STATE_DTYPE,
 }
 
 
@@ -138,7 +138,7 @@ ADAMAX = Optimizer(
         "lr": rate(2e-3),
         "betas": (Betas, (0.9, 0.999), "Decay of the running mean of the gradient and of its maximum."),
         "eps": epsilon(1e-8, "Added to the size of a gradient."),
-        "state_dtype": state_dtype("both are"),
+        "state_dtype": STATE_DTYPE,
     },
     # No mean of squares, but likewise never negative and a divisor: see `State`.
     states=(State("exp_avg"), State("exp_inf", is_mean_of_squares=True)),
@@ -264,7 +264,7 @@ ONEBIT_ADAM = Optimizer(
     keys={
         **MOMENT_KEYS,
         "weight_decay": DECAY,
-        "state_dtype": (_Float32, "fp32", "The type in which both moments are kept."),
+        "state_dtype": (_Float32, "fp32", STATE_DTYPE[2]),
         "freeze_step": (
             Natural,
             100_000,

@@ -34,6 +34,7 @@ MAX_COEFFICIENTS = 8
 CORRECTED: Key = (Bool, True, "Whether both moments are corrected for their start at zero, as in the paper.")
 L2: Key = (NonNegative, 0.0, "L2 penalty, added to the gradient.")
 DECAY: Key = (NonNegative, 0.0, "Decay of the parameters per step, times the learning rate.")
+STATE_DTYPE: Key = (StateDtype, "fp32", "Dtype of the states.")
 
 
 def rate(default: float) -> Key:
@@ -42,11 +43,6 @@ def rate(default: float) -> Key:
 
 def epsilon(default: float, text: str = "Added to the denominator.") -> Key:
     return NonNegative, default, text
-
-
-def state_dtype(what: str) -> Key:
-    """what: "both are", for example."""
-    return StateDtype, "fp32", f"The type in which {what} kept."
 
 
 @dataclass(frozen=True)

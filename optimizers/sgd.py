@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ..configs.section import Bool, Float, Key, NonNegative
-from .optimizer import DECAY, L2, Beta, Betas, Optimizer, Options, State, epsilon, lerp_coefficients, rate, state_dtype
+from .optimizer import DECAY, L2, STATE_DTYPE, Beta, Betas, Optimizer, Options, State, epsilon, lerp_coefficients, rate
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ SGD = Optimizer(
         "dampening": (Float, 0.0, "Dampening of the momentum."),
         "weight_decay": L2,
         "nesterov": (Bool, False, "Nesterov momentum. Needs momentum above 0 and dampening 0."),
-        "state_dtype": state_dtype("the momentum is"),
+        "state_dtype": STATE_DTYPE,
     },
     conflicts=_sgd_conflicts,
     states=(State("momentum_buffer", needed_option="momentum"),),
@@ -108,7 +108,7 @@ LION = Optimizer(
         "lr": rate(1e-4),
         "betas": (Betas, (0.9, 0.99), "Mixing factor of the update, and decay of the momentum."),
         "weight_decay": DECAY,
-        "state_dtype": state_dtype("the momentum is"),
+        "state_dtype": STATE_DTYPE,
     },
     states=(State("exp_avg"),),
     apply=_lion,
@@ -155,7 +155,7 @@ ADAGRAD = Optimizer(
         "weight_decay": L2,
         "initial_accumulator_value": (NonNegative, 0.0, "Start value of the sum of squares."),
         "eps": epsilon(1e-10),
-        "state_dtype": state_dtype("the sum of squares is"),
+        "state_dtype": STATE_DTYPE,
     },
     states=(State("sum", is_mean_of_squares=True, start_option="initial_accumulator_value"),),
     apply=_adagrad,
@@ -208,7 +208,7 @@ RMSPROP = Optimizer(
             False,
             "Whether the squares are of the gradient's distance from its mean. Needs state_dtype fp32.",
         ),
-        "state_dtype": state_dtype("the running means are"),
+        "state_dtype": STATE_DTYPE,
     },
     conflicts=_rmsprop_conflicts,
     states=(
@@ -242,7 +242,7 @@ ADADELTA = Optimizer(
         "rho": (_Share, 0.9, "Decay of both running means of squares."),
         "eps": epsilon(1e-6, "Added to both before their roots are taken."),
         "weight_decay": L2,
-        "state_dtype": state_dtype("both are"),
+        "state_dtype": STATE_DTYPE,
     },
     states=(State("square_avg", is_mean_of_squares=True), State("acc_delta", is_mean_of_squares=True)),
     apply=_adadelta,

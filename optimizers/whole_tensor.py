@@ -13,6 +13,7 @@ from .adam import ADAMW, MOMENT_KEYS
 from .optimizer import (
     CORRECTED,
     DECAY,
+    STATE_DTYPE,
     Beta,
     Betas,
     Optimizer,
@@ -21,7 +22,6 @@ from .optimizer import (
     StateDtype,
     WholeTensorRule,
     epsilon,
-    state_dtype,
 )
 
 if TYPE_CHECKING:
@@ -133,15 +133,15 @@ MUON = Optimizer(
     title="Muon",
     text="Keyword arguments of Muon, for matrices, and of the AdamW beside it. Source: github.com/KellerJordan/Muon.",
     keys={
-        "lr": (NonNegative, 0.02, "Learning rate of matrices: about the spectral norm of a step."),
+        "lr": (NonNegative, 0.02, "Learning rate of matrices, about the spectral norm of a step."),
         "momentum": (Beta, 0.95, "Decay of the running mean of the gradient."),
         "nesterov": (Bool, True, "Whether the gradient is mixed into the mean once more."),
         "ns_steps": (Positive, 5, "Newton-Schulz iterations of an orthogonalisation."),
         "weight_decay": DECAY,
         "adam_lr": (_OrNull, None, "Learning rate of embeddings, heads and vectors, which AdamW updates. null: `lr`."),
-        "betas": (Betas, (0.9, 0.95), "Of AdamW: decay of the running mean of the gradient and of its square."),
-        "eps": epsilon(1e-10, "Of AdamW: added to the denominator."),
-        "state_dtype": state_dtype("momentum and moments are"),
+        "betas": (Betas, (0.9, 0.95), "AdamW's decay of the running mean of the gradient and of its square."),
+        "eps": epsilon(1e-10, "Added to AdamW's denominator."),
+        "state_dtype": STATE_DTYPE,
     },
     states=(
         State("momentum_buffer", needed_option="is_matrix"),
@@ -246,7 +246,7 @@ ADAFACTOR = Optimizer(
         "state_dtype": (
             StateDtype,
             "fp32",
-            "The type in which second moments of vectors are kept. Those of rows and columns are float32.",
+            "Dtype of second moments of vectors. Those of rows and columns are float32.",
         ),
     },
     states=(State("variance", needed_option="is_other", is_mean_of_squares=True),),

@@ -246,7 +246,7 @@ class ElasticityConfig(SwitchedSection):
     """0.1: ranks must divide the batch. 0.2: counts hosts; ranks that do not divide the batch get a different one."""
 
     prefer_larger_batch: Bool = True
-    """Of two batches that equally many numbers of ranks divide, take the larger."""
+    """If equally many numbers of ranks divide two batches, take the larger."""
 
     ignore_non_elastic_batch_info: Bool = False
     """Ignore given batch sizes; else they are errors."""

@@ -121,7 +121,7 @@ class Config(Section):
     elasticity: ElasticityConfig = ElasticityConfig()
 
     gradient_clipping: Float = Field(default=0.0, ge=0)
-    """Largest global norm of the gradients; larger ones are clipped. 0: off."""
+    """Gradients with a larger global norm are clipped to it. 0: off."""
 
     # Pydantic runs the last "before" validator first: `_or_never` sees null before `Int` refuses it.
     steps_per_print: Annotated[Int, BeforeValidator(_or_never)] = Field(default=10, ge=0)

@@ -30,7 +30,7 @@ class KernelsConfig(ConfigSection):
         Literal["auto"] | Bool | Annotated[tuple[FusionName, ...], AfterValidator(_each_once)],
         worded('expected "auto", true, false or a list of ' + ", ".join(f'"{name}"' for name in FUSION_NAMES)),
     ] = "auto"
-    """Replace modules by fused ones. true: all known ones. "auto": true if Triton runs, but leave the layers of
+    """Replace modules by fused modules. true: all that are known. "auto": true if Triton runs, but leave the layers of
     compiled blocks to torch.compile. Or a list of the keys below up to linear_cross_entropy."""
 
     rms_norm: BackendName | None = None

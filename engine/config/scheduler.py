@@ -28,14 +28,14 @@ class WarmupDecayLRParams(WarmupLRParams):
     """DeepSpeed's WarmupDecayLR: warm-up, then linear decay to 0."""
 
     total_num_steps: Int = Field(ge=1)
-    """Steps of the whole training. Required."""
+    """Steps of the whole training."""
 
 
 class WarmupCosineLRParams(Section):
     """DeepSpeed's WarmupCosineLR: warm-up, then half a cosine, as ratios of the optimizer's learning rate."""
 
     total_num_steps: Int = Field(ge=1)
-    """Steps of the whole training. Required."""
+    """Steps of the whole training."""
     warmup_min_ratio: Float = Field(default=0.0, ge=0)
     """Ratio at the start of warm-up."""
     warmup_num_steps: Int = Field(default=1000, ge=1)
@@ -57,7 +57,7 @@ class DecayParams(ConstantParams):
     """Linear warm-up from 0, then decay to `min_ratio` of the optimizer's learning rate."""
 
     total_num_steps: Int = Field(ge=1)
-    """Steps of the whole training. Required."""
+    """Steps of the whole training."""
     min_ratio: Float = Field(default=0.0, ge=0, le=1)
     """Ratio at the end."""
 
@@ -77,9 +77,9 @@ class OneCycleParams(Section):
     """
 
     cycle_min_lr: _Rate
-    """Learning rate at the start and end of the cycle. Required."""
+    """Learning rate at the start and end of the cycle."""
     cycle_max_lr: _Rate
-    """Learning rate in the middle of the cycle. Required."""
+    """Learning rate in the middle of the cycle."""
     decay_lr_rate: NonNegative = 0.0
     """After the cycle: minimum / (1 + this x decay steps). 0: the minimum."""
     cycle_first_step_size: Positive = 2000
@@ -123,21 +123,21 @@ _Share = Annotated[NonNegative, Field(le=1)]
 _TORCHS: dict[str, tuple[str, dict[str, Key]]] = {
     "StepLR": (
         "times gamma every `step_size` steps",
-        {"step_size": (Positive, ..., "Steps between decays. Required."), "gamma": _GAMMA},
+        {"step_size": (Positive, ..., "Steps between decays."), "gamma": _GAMMA},
     ),
     "MultiStepLR": (
         "times gamma at each milestone",
-        {"milestones": (_Steps, ..., "Steps of the decays. Required."), "gamma": _GAMMA},
+        {"milestones": (_Steps, ..., "Steps of the decays."), "gamma": _GAMMA},
     ),
-    "ExponentialLR": ("times gamma each step", {"gamma": (NonNegative, ..., "Decay factor. Required.")}),
+    "ExponentialLR": ("times gamma each step", {"gamma": (NonNegative, ..., "Decay factor.")}),
     "CosineAnnealingLR": (
         "half a cosine down, and up again",
-        {"T_max": (Positive, ..., "Steps of half a cosine. Required."), "eta_min": _ETA_MIN},
+        {"T_max": (Positive, ..., "Steps of half a cosine."), "eta_min": _ETA_MIN},
     ),
     "CosineAnnealingWarmRestarts": (
         "half a cosine down, then from the top again",
         {
-            "T_0": (Positive, ..., "Steps to the first restart. Required."),
+            "T_0": (Positive, ..., "Steps to the first restart."),
             "T_mult": (Positive, 1, "Growth factor of the periods."),
             "eta_min": _ETA_MIN,
         },

@@ -53,10 +53,10 @@ class FP16Config(SwitchedSection):
     """Dynamic: the first scale is 2 to this power."""
 
     loss_scale_window: Int = Field(default=1000, ge=1)
-    """Dynamic: steps without overflow after which the scale doubles."""
+    """Dynamic: steps without overflow until the scale doubles."""
 
     hysteresis: Int = Field(default=2, ge=1)
-    """Dynamic: overflows after which the scale is halved."""
+    """Dynamic: overflows until the scale is halved."""
 
     consecutive_hysteresis: Bool = False
     """Dynamic: a step without overflow resets the count of overflows."""
@@ -134,7 +134,7 @@ class PowerSGDConfig(ConfigSection):
     """Columns of the thin matrices. 0: off."""
 
     start_step: Natural = 1000
-    """First steps, which send exact gradients."""
+    """Number of first steps with exact gradients."""
 
     min_compression_rate: Float = Field(default=2.0, ge=1)
     """Send a parameter's gradient exactly if the thin matrices save less than this factor."""
@@ -143,7 +143,7 @@ class PowerSGDConfig(ConfigSection):
     """Add the approximation error to the gradient of the next step."""
 
     warm_start: Bool = True
-    """Start from the thin matrix of the step before, not from a random one."""
+    """Start from the thin matrix of the previous step, not from random values."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not self.rank:

@@ -185,9 +185,9 @@ def add_to_schema(schema: dict[str, Any]) -> None:
         add(schema, path, rule_schema(rule))
     for path, section in CPU_SWITCHES.items():
         add(schema, path, {"type": ["boolean", "null"], "description": f'true: {section} with device "cpu".'})
-    pinned = "pin_memory of what cpu_offload and cpu_offload_params offload."
+    pinned = "pin_memory of both sections."
     add(schema, PIN_SWITCH, {"type": ["boolean", "null"], "description": pinned})
-    mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks are one group."}
+    mics = {"type": ["integer", "null"], "description": "The same as shard_size. -1: all ranks."}
     add(schema, MICS, mics)
     for path, meaning in (
         (BF16_MASTERS, 'masters false, and data_types.grad_accum_dtype "bf16".'),

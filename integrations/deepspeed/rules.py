@@ -76,8 +76,8 @@ _SAVE = "engine.export() writes full weights and never gathers the model; engine
 _MASTER_WEIGHTS = "saving and loading use the fp32 master weights"
 _REMOVE = "remove the section"
 _ONE_PATH = "set nvme_path: every rank has separate files in it"
-_NO_TIMER = "read times in your own loop or with torch.profiler"
-_ONE_FOLDER = "all ranks write into one folder; if a rank does not see it, saving is an error"
+_NO_TIMER = "read times in your loop or with torch.profiler"
+_ONE_FOLDER = "all ranks write into the same folder, which each must see"
 _ANY_TOPOLOGY = "every checkpoint loads at every number of ranks and every stage"
 _BACKGROUND = "remove the section; checkpoint.async writes in the background"
 _OWN_RANGES = "each rank reads only its ranges of a checkpoint"
@@ -85,7 +85,7 @@ _PARALLEL_WRITE = "every rank writes its part in parallel"
 _TRACE = "the order of the units is fixed when the engine is built, there is no trace to record"
 _WINDOW = "reading the next unit, updating this unit and writing the last unit always overlap"
 _WHOLE = "stages send whole tensors, not divided over tensor-parallel ranks"
-_TORCH_ARGUMENT = "the update is one fused pass over each flat shard"
+_TORCH_ARGUMENT = "the update is a fused pass over each flat shard"
 _PARTITIONED = (
     "it divides activations over tensor-parallel ranks (parallel.tensor_sequence does that); "
     "activation_checkpointing.every recomputes blocks"
@@ -93,9 +93,9 @@ _PARTITIONED = (
 _COMPILED_BY_CALL = "DeepSpeed compiles where engine.compile() is called; here engine.module.compile() does"
 _FROM_ZERO = "training starts at step 0, or continues at the step of a checkpoint; remove the key"
 _NO_SCALE = "bf16 has the range of fp32, losses are not scaled"
-_APEX = "it is a word of Apex, for the section `amp`"
-_NEOX = "it is a word of GPT-NeoX; set bf16.enabled or fp16.enabled"
-_READ_BY_NOBODY = "DeepSpeed reads no such key either; the sections stand by themselves"
+_APEX = "it is Apex's key, for the section `amp`"
+_NEOX = "it is GPT-NeoX's key; set bf16.enabled or fp16.enabled"
+_READ_BY_NOBODY = "DeepSpeed does not read it either"
 
 _OF_FP16 = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
 _NOBODYS = ("comms_config", "monitor_config", "monitor", "logging", "disable_fused_adam")  # seen in files of users
@@ -111,9 +111,9 @@ _SIGNS_GO = "signs use communication.transport, as every message does"
 
 RULES: dict[str, Rule] = {
     "zero_allow_untested_optimizer": _no_effect("any elementwise optimizer works with every stage"),
-    "zero_force_ds_cpu_optimizer": _no_effect("the update runs where its state is, by the engine's own kernels"),
+    "zero_force_ds_cpu_optimizer": _no_effect("the engine's kernels update on the device of the state"),
     "wall_clock_breakdown": _no_effect(_NO_TIMER, "true or false", False),
-    "memory_breakdown": _no_effect("read memory in your own loop", "true or false", False),
+    "memory_breakdown": _no_effect("read memory in your loop", "true or false", False),
     "dump_state": _no_effect("run `lowtide config show` on the file", "true or false", False),
     "disable_allgather": _no_effect(_COLLECTIVES, "true or false", False),
     "disable_python_gc": _no_effect("the garbage collector is left as it is", "true or false", False),
@@ -135,19 +135,19 @@ RULES: dict[str, Rule] = {
     "graph_harvesting": _only(False, "remove the key"),
     "amp": _section("set bf16.enabled or fp16.enabled"),
     "torch_autocast.lower_precision_safe_modules": _no_effect(
-        "it says whose gradients are sent in that type; communication_data_type does", "any value"
+        "communication_data_type sets the type of sent gradients", "any value"
     ),
     "autotuning": _section("try configs by `lowtide tune CONFIG SCRIPT`, and remove the section"),
     "compression_training": _section("quantize or prune the model in your script and remove the section"),
     "quantize_training": _section(_REMOVE),
     "weight_quantization": _section(_REMOVE),
     "eigenvalue": _section(_REMOVE),
-    "comet": _section("there are tensorboard, wandb and csv_monitor; remove the section"),
-    "csv_monitor.group": _no_effect("it is a word of wandb", "a string"),
+    "comet": _section("set tensorboard, wandb or csv_monitor; remove the section"),
+    "csv_monitor.group": _no_effect("it is wandb's key", "a string"),
     "data_efficiency": _section("sample the data in your script and remove the section"),
     "curriculum_learning": _section("sample the data in your script and remove the section"),
     "progressive_layer_drop": _section("drop layers in your model; skipped blocks work at every stage"),
-    "sparse_attention": _section("use an attention of your own in the model and remove the section"),
+    "sparse_attention": _section("build it into the model and remove the section"),
     "hybrid_engine": _section(_REMOVE),
     "nebula": _section(_BACKGROUND),
     "datastates_ckpt": _section(_BACKGROUND),
@@ -180,8 +180,8 @@ RULES: dict[str, Rule] = {
     "checkpoint.writer": _no_effect(_PARALLEL_WRITE, "an object", {}),
     "checkpoint.checkpoint_serialization": _no_effect("the format is that of torch.distributed.checkpoint"),
     "data_types.param_dtype": _only(None, "set bf16.enabled or fp16.enabled instead", "any value"),
-    "data_types.buffer_dtype": _only(None, "buffers keep their own types; remove the key", "any value"),
-    "data_types.keep_in_fp32_modules": _no_effect("it is for buffers, which keep their types", "any value", "auto"),
+    "data_types.buffer_dtype": _only(None, "buffers keep their types; remove the key", "any value"),
+    "data_types.keep_in_fp32_modules": _no_effect("buffers keep their types", "any value", "auto"),
     "bf16.immediate_grad_update": _no_effect("zero_optimization.update_in_backward is the key for that here"),
     "bf16.check_grad_overflow": _no_effect("a gradient that is not finite is an error here, it is never skipped"),
     "fp16.fp16_master_weights_and_grads": _only(False, "master parameters are fp32; remove the key"),
@@ -192,7 +192,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.allgather_partitions": _no_effect(_COLLECTIVES),
     "zero_optimization.allgather_bucket_size": _no_effect(_BUCKETS, "an integer"),
     "zero_optimization.overlap_comm": _no_effect(_OVERLAP),
-    "zero_optimization.compute_grad_norm": _no_effect("the norm is part of the one pass over each shard"),
+    "zero_optimization.compute_grad_norm": _no_effect("the pass over each shard computes the norm"),
     "zero_optimization.load_from_fp32_weights": _no_effect(_MASTER_WEIGHTS, "true or false", True),
     "zero_optimization.elastic_checkpoint": _no_effect(_ANY_TOPOLOGY, "true or false", False),
     "zero_optimization.zenflow": _section("set offload_optimizer.overlap instead and remove the section"),
@@ -200,7 +200,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.offload_optimizer.nvme_path_per_local_rank": _only(None, _ONE_PATH, "any value"),
     "zero_optimization.offload_optimizer.buffer_count": _no_effect(_BUFFERS, "an integer"),
     "zero_optimization.offload_optimizer.buffer_size": _no_effect(_BUFFERS, "an integer"),
-    "zero_optimization.offload_optimizer.fast_init": _no_effect("there is one way to start the state"),
+    "zero_optimization.offload_optimizer.fast_init": _no_effect("states always start in the same way"),
     "zero_optimization.offload_optimizer.pipeline": _no_effect(_WINDOW, "true or false", True),
     "zero_optimization.offload_optimizer.pipeline_read": _no_effect(_WINDOW, "true or false", True),
     "zero_optimization.offload_optimizer.pipeline_write": _no_effect(_WINDOW, "true or false", True),
@@ -208,7 +208,7 @@ RULES: dict[str, Rule] = {
         '`overlap` "speculative" is the key for that here', "true or false", False
     ),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _no_effect(
-        "the update uses torch's own threads (torch.set_num_threads)", "a number"
+        "the update uses torch's threads (torch.set_num_threads)", "a number"
     ),
     "zero_optimization.offload_param.nvme_path_per_local_rank": _only(None, _ONE_PATH, "any value"),
     "zero_optimization.offload_param.buffer_count": _no_effect(_BUFFERS, "an integer"),
@@ -217,8 +217,8 @@ RULES: dict[str, Rule] = {
         "stage3_max_live_parameters limits how many parameters are held beside the files", "an integer"
     ),
     "zero_optimization.ignore_unused_parameters": _only(True, "an unused parameter is never an error; set true"),
-    "zero_optimization.legacy_stage1": _only(False, "there is one stage 1; remove the key"),
-    "zero_optimization.round_robin_gradients": _no_effect("every rank copies its own shard of each gradient"),
+    "zero_optimization.legacy_stage1": _only(False, "stage 1 has a single form; remove the key"),
+    "zero_optimization.round_robin_gradients": _no_effect("every rank copies its shard of each gradient"),
     "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),
     "zero_optimization.zeropp_loco_param": _section(_LOCO),
     "zero_optimization.mics_hierarchical_params_gather": _no_effect(_COLLECTIVES, "true or false", False),
@@ -227,7 +227,7 @@ RULES: dict[str, Rule] = {
     "zero_optimization.override_module_apply": _no_effect("modules are used as they are"),
     "zero_optimization.log_trace_cache_warnings": _no_effect(_TRACE),
     "zero_optimization.enable_sanity_checks": _no_effect("the checks are always on"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("it rests where the other states do"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _no_effect("it is placed with the remaining states"),
     "zero_optimization.leaf_module": _no_effect("skipped modules need no list: the order is fixed", "an object"),
     "activation_checkpointing.partition_activations": _no_effect(_PARTITIONED, "true or false", False),
     "activation_checkpointing.contiguous_memory_optimization": _no_effect("it needs partition_activations"),

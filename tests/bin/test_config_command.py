@@ -25,7 +25,7 @@ def test_check_prints_notes_or_faults(tmp_path: Path, capsys: Capture) -> None:
     path.write_text('{"train_batch_size": "auto", "gradient_clipping": 1, "wall_clock_breakdown": true}')
     assert main(["check", str(path), "--world-size", "2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "note: wall_clock_breakdown: true has no effect here: read times in your own loop or with torch.profiler",
+        "note: wall_clock_breakdown: true has no effect here: read times in your loop or with torch.profiler",
         'note: train_batch_size: "auto" is 2: train_batch_size = microbatch x accumulation x ranks = 1 x 1 x 2 ranks',
         f"{path}: no faults for 2 ranks",
     ]

@@ -171,7 +171,7 @@ NOTES: list[tuple[str, object, str]] = [  # "" where DeepSpeed's default is what
     ("data_types.keep_in_fp32_modules", "auto", ""),
     ("compile", {"deepcompile": False, "double_buffer": True}, ""),
     ("pipeline.grad_partitioned", True, "true | stages send whole tensors, not divided over tensor-parallel ranks"),
-    ("data_types.keep_in_fp32_modules", ["bias"], '["bias"] | it is for buffers, which keep their types'),
+    ("data_types.keep_in_fp32_modules", ["bias"], '["bias"] | buffers keep their types'),
     (
         "checkpoint.parallel_write",
         {"pipeline_stage": True},

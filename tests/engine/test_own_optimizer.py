@@ -15,7 +15,7 @@ import lowtide
 from lowtide.engine.config.config import Config, ConfigError
 from lowtide.engine.config.schema import json_schema
 from lowtide.optimizers import OPTIMIZERS
-from lowtide.optimizers.optimizer import L2, Beta, Optimizer, Options, State, epsilon, rate, state_dtype
+from lowtide.optimizers.optimizer import L2, STATE_DTYPE, Beta, Optimizer, Options, State, epsilon, rate
 from lowtide.zero.sequence import StateError
 from tests.engine.saving import Continuation, Trip, load_trips, save_trips
 from tests.kit import models
@@ -150,7 +150,7 @@ RMSPROP = Optimizer(
         "alpha": (Beta, 0.99, "Decay of the running mean of squares."),
         "eps": epsilon(1e-8),
         "weight_decay": L2,
-        "state_dtype": state_dtype("the mean is"),
+        "state_dtype": STATE_DTYPE,
     },
     states=(State("square_avg", is_mean_of_squares=True),),
     apply=rmsprop,

@@ -42,8 +42,9 @@ hold no secrets.
 # Variables that change a training and whose values are no secret.
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING",
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET", "LOWTIDE_CPU_KERNEL", "PYTORCH_CUDA_ALLOC_CONF",
-    "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRITON_INTERPRET", "LOWTIDE_CPU_KERNEL", "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_P2P_DISABLE", "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
 )  # fmt: skip
 _MEMORY = ("free_memory_bytes", "shared_memory_bytes", "free_shared_memory_bytes", "locked_memory_bytes")
 _IN_VERSIONS = ("python_version", "torch_version", "pip_packages", "conda_packages")

@@ -112,13 +112,13 @@ def test_nothing_tells_who_and_where_this_is_and_other_paths_are_not_hidden(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = {"LOWTIDE_TOKEN": "secret-token", "WANDB_API_KEY": "secret-key"}
-    for name, value in {**secrets, "HOME": "/home/somebody", "OMP_NUM_THREADS": "3"}.items():
+    for name, value in {**secrets, "HOME": "/home/somebody", "PYTORCH_ALLOC_CONF": "backend:native"}.items():
         monkeypatch.setenv(name, value)
     for home, shown in (("/home/somebody", "~"), ("/home/somebody-else", "/home/somebody-else")):
         monkeypatch.setenv("CXX", f"{home}/bin/c++")
         assert main(["env", "--json"]) == 0
         text = capsys.readouterr().out
-        assert f"{shown}/bin/c++" in text and '"OMP_NUM_THREADS": "3"' in text
+        assert f"{shown}/bin/c++" in text and '"PYTORCH_ALLOC_CONF": "backend:native"' in text
         for secret in ("secret", '/somebody"', f'"{socket.gethostname()}"', f'"{getpass.getuser()}"'):
             assert secret not in text
     assert "/home/somebody/" not in text
@@ -128,6 +128,6 @@ def test_nothing_tells_who_and_where_this_is_and_other_paths_are_not_hidden(
     assert "/home/somebody-else/bin/c++" in text and "/dev/shm" in text
     lines = [line.split() for line in text.splitlines()]
     assert {"versions", "torch", "machine", "works"} <= {line[0] for line in lines if len(line) == 1}
-    assert ["OMP_NUM_THREADS", "3"] in lines
+    assert ["PYTORCH_ALLOC_CONF", "backend:native"] in lines
     assert any(line[:1] == ["free_memory"] and line[-1] in ("GiB", "TiB") for line in lines)
     assert any(line[:2] == ["shared-memory", "transport"] and line[2] in ("yes", "no") for line in lines)

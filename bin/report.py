@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     _show(report, len(found), is_fullest, console_of(132))
     if options.png:
         if not report.samples:
-            raise ValueError("--png: expected a recorded step, found a report without one")
+            raise ValueError("--png: expected a recorded step, found a report without a step")
         draw(report, options.png)
         print(f"timeline: {options.png}")
     return 0

@@ -299,7 +299,7 @@ def _choose_device(device: str) -> torch.device:
     if device != "auto":
         name, _, index = device.partition(":")
         if name in _WITHOUT_FLOAT64:
-            raise ValueError(f'device: "{name}" has no float64, which norms need. Set "device": "cpu".')
+            raise ValueError(f'device: "{name}" has no float64, but norms need it. Set "device": "cpu".')
         if accelerator is None or name != accelerator.type:
             there = f'the CPU and "{accelerator.type}"' if accelerator is not None else "only the CPU"
             raise ValueError(f'device: expected a {name} device, but torch finds {there}. Set "device": "cpu".')

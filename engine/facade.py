@@ -137,7 +137,7 @@ class ModuleFacade:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
-            "an engine cannot be copied or pickled, since it holds connections to other ranks: save it with "
-            "engine.save_checkpoint(folder), and take values out of it with engine.state_dict(). An average of its "
-            "weights (AveragedModel) is engine.ema(decay)"
+            "an engine cannot be copied or pickled, since it is connected to remote ranks: save it with "
+            "engine.save_checkpoint(folder), and get its values by engine.state_dict(). An average of its weights "
+            "(AveragedModel) is engine.ema(decay)"
         )

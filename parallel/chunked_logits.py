@@ -122,8 +122,8 @@ class ChunkedLogits(Tensor):
         name = getattr(func, "__name__", str(func))
         if _is_in_place(name) and isinstance(first, ChunkedLogits):
             raise RuntimeError(
-                f"tiles.loss: {name} changes the logits of '{first.head.name}' in place, which do not exist as a whole "
-                "(ChunkedLogits); give the result a name of its own, as logits = logits / 2, or set tiles.loss to 0"
+                f"tiles.loss: {name} changes the logits of '{first.head.name}' in place, but they are computed in "
+                "tiles (ChunkedLogits); assign the result, as in logits = logits / 2, or set tiles.loss to 0"
             )
         made_of = partial(computed, function=name)
         return func(*tree_map(made_of, args), **tree_map(made_of, kwargs))

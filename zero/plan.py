@@ -127,7 +127,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[tuple[str, 
         if nested:
             raise ValueError(
                 f'zero_optimization.units: expected modules that do not contain each other, but "{name}" '
-                f'contains "{nested[0]}"; name only one'
+                f'contains "{nested[0]}"; name either'
             )
     return list(blocks.values())
 

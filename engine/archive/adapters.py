@@ -140,9 +140,9 @@ class MergedModel:
             elif isinstance(part, BaseTunerLayer):
                 if any(uses[id(param)] > 1 for param in part.get_base_layer().parameters(recurse=False)):
                     raise ValueError(
-                        "engine.export(merged=True): expected adapted layers whose weights no other module has, found "
-                        f"tied weights at '{name}'; a merge would change all of them. Export adapters_only, or build "
-                        "the base with tie_word_embeddings=False"
+                        "engine.export(merged=True): expected adapted layers without tied weights, found tied weights "
+                        f"at '{name}'; a merge would change every module with these weights. Export adapters_only, or "
+                        "build the base with tie_word_embeddings=False"
                     )
                 # A layer inside an adapted layer is merged with it, except in the chain of `target_parameters`.
                 if isinstance(part, ParamWrapper) or not any(name.startswith(outer) for outer, _ in self._layers):

@@ -125,7 +125,7 @@ class Checkpointer:
     ) -> tuple[Snapshot | None, Callable[[], None]]:
         """Return the function that writes this rank's part, and with `async` a snapshot of the values."""
         if not saving.is_dir():
-            raise CheckpointError(f"{saving} is not there; all ranks must see one folder, for example a network disk")
+            raise CheckpointError(f"{saving} does not exist; all ranks must see the same folder: use a network disk")
         groups = self._optimizer.param_groups
         options = option_blobs(self._optimizer.kind, groups, names) if self._world.rank == 0 else []
         chunk_views = self._chunk_views(left_out)

@@ -123,7 +123,7 @@ class ParameterValues:
         with no_rank_alone(self._mesh.world, what):
             place = self._place_of(param, what)
             if place.name not in self._named.catalog.state_keys:
-                raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which is frozen")
+                raise ValueError(f"{what}: expected a trained parameter, found the frozen '{place.name}'")
             parts = self._gradient_parts(place)
             sizes = [param_shard.numel for param_shard, _ in parts]
             if value is not None and is_local:
@@ -156,7 +156,7 @@ class ParameterValues:
             for place in places:
                 if place.name not in self._named.catalog.state_keys:
                     raise ValueError(
-                        f"{what}: expected trained parameters, found '{place.name}', which is frozen; leave it out"
+                        f"{what}: expected trained parameters, found the frozen '{place.name}'; leave it out"
                     )
         self._optimizer.by_parameter.reset({one.name: self._named.whole.params[one.name] for one in places}, what)
         self._optimizer.flush()
@@ -223,7 +223,7 @@ class ParameterValues:
 
     def _check_has_states(self, place: _Place, what: str) -> None:
         if place.name not in self._named.catalog.state_keys:
-            raise ValueError(f"{what}: expected a trained parameter, found '{place.name}', which is frozen")
+            raise ValueError(f"{what}: expected a trained parameter, found the frozen '{place.name}'")
         if not self._optimizer.num_steps:
             raise ValueError(
                 f"{what}: expected a call after the first step, found no step: optimizer states come with it"

@@ -156,7 +156,7 @@ def in_own_groups(
                 known.setdefault(group_of[name], name)
         if not known and (names or number >= len(said) or saved["members"][number]):
             raise ValueError(
-                f"no parameter group of it has a parameter of group {number} here ({', '.join(names[:3]) or 'empty'})"
+                f"no saved group has a parameter of group {number} here ({', '.join(names[:3]) or 'empty'})"
             )
         first, *others = known or [number]
         for other in others:

@@ -281,7 +281,7 @@ def _check_members(optimizer: torch.optim.Optimizer, params: list[nn.Parameter])
     if extra or not members:
         raise ValueError(
             f"optimizer: expected parameters of the model ({len(params)}), found {len(members)} parameters, "
-            f"{extra} of them not in the model; build the optimizer on model.parameters() or a part of them"
+            f"{extra} not in the model; build the optimizer on some or all of model.parameters()"
         )
 
 

@@ -251,8 +251,9 @@ class GradientScale:
         ways = _ways_out(loss, self._own, self)  # before the first hook changes the graph
         if self.on_device is not None and (ways.out or ways.back):
             raise ValueError(
-                "compile.graphs: expected a loss that depends on the engine's parameters alone, found one that depends "
-                "on other parameters, whose gradients the loss scale of this step divides; leave compile.graphs out"
+                "compile.graphs: expected a loss that depends on the engine's parameters alone, found a loss that also "
+                "reaches parameters outside; the step divides their gradients by the loss scale. Leave "
+                "compile.graphs out"
             )
         self._given_edges |= ways.edges
         self._earlier_edges |= ways.earlier_edges

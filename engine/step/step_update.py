@@ -98,9 +98,9 @@ class StepUpdate:
         """Raise StateError if the backward has already updated parameters. what: the call of the user."""
         if self.timing is Timing.IN_BACKWARD:
             raise StateError(
-                "zero_optimization.update_in_backward: expected engine.step() after the last backward of a step, which "
-                f"has updated the parameters, found {what}; put the earlier backwards of a step under "
-                "`with engine.no_sync():`, backwards of other models under `with engine.frozen():`, or leave "
+                "zero_optimization.update_in_backward: expected engine.step() after the last backward of a step, found "
+                f"{what} after the backward has updated the parameters; put the earlier backwards of a step under "
+                "`with engine.no_sync():`, backwards of further models under `with engine.frozen():`, or leave "
                 "update_in_backward out"
             )
 

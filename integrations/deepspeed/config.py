@@ -78,8 +78,8 @@ class DeepSpeedConfig:
         resolved = self.resolved
         if not {"train_batch_size", "train_micro_batch_size_per_gpu"} & self.raw.keys():
             raise UsageError(
-                "config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither. DeepSpeed needs "
-                "one of them to count samples"
+                "config: expected train_batch_size or train_micro_batch_size_per_gpu, found neither. DeepSpeed counts "
+                "samples by either key"
             )
         self.train_batch_size: Any = resolved.train_batch_size
         self.train_micro_batch_size_per_gpu: Any = resolved.train_micro_batch_size_per_gpu
@@ -104,7 +104,7 @@ class DeepSpeedConfig:
         if said is not None and _DTYPES[said] != mode:
             raise UsageError(
                 f"data_types.param_dtype: expected the dtype that bf16.enabled and fp16.enabled choose ({mode}), found "
-                f'"{said}". Change one of them'
+                f'"{said}". Change either'
             )
 
     @property

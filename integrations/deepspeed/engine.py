@@ -695,6 +695,6 @@ class DeepSpeedEngine(nn.Module):
 def _refuse_custom(custom_load_fn: Callable[..., Any] | None) -> None:
     if custom_load_fn is not None:
         raise NotImplementedError(
-            "custom_load_fn: expected none, found one. No rank alone can load sharded parameters: change the state "
+            "custom_load_fn: expected none. No rank alone can load sharded parameters: change the state "
             "dict first, and pass it to engine.lowtide.load_state_dict"
         )

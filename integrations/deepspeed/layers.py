@@ -280,8 +280,8 @@ class PipelineModule(Layers):
         """Return the output of the last layer. labels: unused; the engine passes them with the inputs to the loss."""
         if self.built_by:
             raise ValueError(
-                f"PipelineModule: called a module of {self.num_stages} stages, of which this rank has built only its "
-                "own. Give it to deepspeed.initialize and call engine.train_batch or eval_batch, or set num_stages=1"
+                f"PipelineModule: called a module of {self.num_stages} stages, but this rank has built only its stage. "
+                "Give it to deepspeed.initialize and call engine.train_batch or eval_batch, or set num_stages=1"
             )
         x = forward_input
         every = self.activation_checkpoint_interval

@@ -146,9 +146,7 @@ def _check_groups(mpu: Any, mesh_param: Any) -> None:
                 'whole model, and set "parallel": {"tensor": ' + str(size) + "} in the config"
             )
     if mesh_param is not None:
-        raise NotImplementedError(
-            'mesh_param: expected none, found one. Set "parallel": {"sequence": N} in the config instead'
-        )
+        raise NotImplementedError('mesh_param: expected none. Set "parallel": {"sequence": N} in the config instead')
 
 
 def _check_settled(settings: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> None:

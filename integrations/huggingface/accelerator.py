@@ -418,8 +418,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         own = None if isinstance(optimizer, DummyOptim) else optimizer
         if callable(getattr(own, "train", None)):
             raise ValueError(
-                f"Accelerator.prepare: expected an optimizer without modes, found {type(own).__name__}, whose train() "
-                "and eval() change the weights, which are sharded here. Use AdamW with a schedule"
+                f"Accelerator.prepare: expected an optimizer without modes, found {type(own).__name__}. Its train() "
+                "and eval() change the weights, but a rank has only shards. Use AdamW with a schedule"
             )
         if own is None:
             self._fill_optimizer(optimizer)
@@ -457,7 +457,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if "compile" in config:
             raise ValueError(
                 "compile: found both the section in the config and torch_compile (or a dynamo_backend) in the "
-                "arguments. Leave one of them out"
+                "arguments. Remove either"
             )
         options = plugin.to_kwargs()
         if "options" in options or not find_blocks(model):  # the section takes no options of a backend

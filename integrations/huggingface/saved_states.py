@@ -31,7 +31,7 @@ class EngineOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate
     def step(self, closure: Any = None) -> None:
         """Run the engine's step. Raises ValueError for a closure: gradients come from the backwards."""
         if closure is not None:
-            raise ValueError("optimizer.step(): expected no closure, found one; call backward first")
+            raise ValueError("optimizer.step(): expected a call without a closure; call backward first")
         if self.gradient_state.sync_gradients:
             self.last = self.engine.step()
             self._is_overflow = self.last.skipped

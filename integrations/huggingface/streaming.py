@@ -57,9 +57,9 @@ def streaming() -> Iterator[None]:
     """Open a context in which every `from_pretrained` of transformers reads later: see `from_pretrained`."""
     if not torch.empty(0).is_meta:
         raise ReadAtOnceError(
-            "lowtide.huggingface.streaming: expected a model built on the meta device, found one with memory, which "
-            f"would be read at once. Call it {_WHERE}. If the log says that this callable cannot be recorded, call "
-            "transformers' from_pretrained in it instead"
+            "lowtide.huggingface.streaming: expected a model built on the meta device, found a model with memory, so "
+            f"this would read its files at once. Call it {_WHERE}. If the log says that this callable cannot be "
+            "recorded, call transformers' from_pretrained in it instead"
         )
     from transformers import PreTrainedModel
     from transformers.initialization import no_init_weights
@@ -140,7 +140,7 @@ def _check(model: str, files: Sequence[str] | None, load_config: Any) -> None:
             f"{what}: expected floating-point weights, found quantized weights. Pass the model itself to initialize"
         )
     if load_config.device_map is not None:
-        raise ValueError(f"{what}: expected no device_map, found one. The config places the model: leave it out")
+        raise ValueError(f"{what}: expected no device_map. The config places the model: leave device_map out")
 
 
 class _Later:

@@ -164,9 +164,9 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         engine, is_new = self._trained_engine, resume_from_checkpoint is None
         if engine is not None and engine.global_step and is_new and self._lowtide.has("scheduler"):
             raise ValueError(
-                "Trainer.train: expected one training with the scheduler of the config, found another after "
-                f"{engine.global_step} steps, which would go on at the end of that schedule. Remove the section "
-                "`scheduler`, and set lr_scheduler_type, which begins again with each training"
+                "Trainer.train: expected a single training with the scheduler of the config, found a second training. "
+                f"The schedule is at step {engine.global_step} and would not begin again. Remove the section "
+                "`scheduler`, and set lr_scheduler_type: transformers' schedule begins again with each training"
             )
         fill_steps(self._lowtide, self.args, max_steps)
         if engine is None:

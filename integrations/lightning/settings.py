@@ -104,8 +104,8 @@ class EnginePrecision:
         """Return the engine. Raises RuntimeError outside a fit."""
         if self.engine is None:
             raise RuntimeError(
-                "LowtideStrategy: this call needs an engine, which exists only while Trainer.fit runs. Call it in a "
-                "hook of the fit"
+                "LowtideStrategy: this call needs an engine. The engine exists only while Trainer.fit runs: call it in "
+                "a hook of the fit"
             )
         return self.engine
 
@@ -195,7 +195,7 @@ def of_strategy(
     if config is not None:
         if said:
             raise ValueError(
-                f"LowtideStrategy: expected either config or other arguments, found both: config and {said[0]}. "
+                f"LowtideStrategy: expected either config or further arguments, found both: config and {said[0]}. "
                 f"Write {said[0]} into the config"
             )
         checked = Config.load(config)
@@ -241,7 +241,7 @@ def for_training(
         way = ', gradient_clip_algorithm="value"' if by_value else ""
         raise ValueError(
             f"gradient_clipping: found both {clips:g} (by norm) in the config and "
-            f"Trainer(gradient_clip_val={clip_val:g}{way}). Leave one of them out"
+            f"Trainer(gradient_clip_val={clip_val:g}{way}). Remove either"
         )
     # Lightning divides the loss and blocks the synchronization itself, so the engine must not divide again.
     update: dict[str, object] = {"device": device, "gradient_accumulation_steps": 1}

@@ -202,9 +202,9 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
         own = [optimizer for optimizer in self.optimizers if type(optimizer).__name__ != "_MockOptimizer"]
         if len(own) > 1:
             raise ValueError(
-                f"configure_optimizers: expected one optimizer, found {len(own)}. A step of the engine updates all "
-                "shards with one clipped gradient: use parameter groups of one optimizer, or make an engine for each "
-                "model by lowtide.initialize, without a Trainer"
+                f"configure_optimizers: expected a single optimizer, found {len(own)}. A step of the engine clips all "
+                "gradients together and updates all shards: use parameter groups of a single optimizer, or make an "
+                "engine for each model by lowtide.initialize, without a Trainer"
             )
         if not own and config.optimizer is None:
             raise ValueError(
@@ -290,7 +290,7 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Save a folder, written by all ranks. Raises TypeError for storage_options."""
         if storage_options is not None:
-            raise TypeError("save_checkpoint: expected no storage_options: there is no CheckpointIO to use them")
+            raise TypeError("save_checkpoint: expected no storage_options, since no CheckpointIO uses them")
         self._finish_save()
         # Names may contain times or losses that differ between ranks: all write into rank 0's folder.
         checkpoints.save(self._engine, self.broadcast(filepath), checkpoint, self.is_global_zero)

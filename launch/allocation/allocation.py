@@ -128,8 +128,7 @@ def _named(request: AllocationRequest, environ: Mapping[str, str], full_name: Ca
     # MASTER_ADDR comes from this name, and every host would look for the store on itself.
     if loopback and len(hosts) > 1:
         raise LaunchError(
-            f'{source}: other hosts cannot reach "{loopback[0]}" by that name. Write the name by which they know this '
-            "host"
+            f'{source}: remote hosts cannot reach this host by the name "{loopback[0]}". Write its name in the network'
         )
     transport: TransportName = "ssh"
     if len(hosts) == 1 and (loopback or hosts[0].name in _own_names(full_name)):

@@ -38,9 +38,9 @@ class Attempts:
     ) -> None:
         if allocation.transport == "join" and request.max_restarts:
             raise LaunchError(
-                "--max-restarts needs a transport that can start agents again, found launchers that were started on "
-                "every host by something else. Restart there (a Kubernetes backoffLimit, requeueing in SLURM), or "
-                "start one launcher with --hosts, --hostfile or --transport srun"
+                "--max-restarts needs a transport that can start agents again, found a launcher on every host. Let the "
+                "system that started them restart them (a Kubernetes backoffLimit, requeueing in SLURM), or start a "
+                "single launcher with --hosts, --hostfile or --transport srun"
             )
         if request.min_hosts is not None and request.min_hosts > len(allocation.hosts):
             raise LaunchError(

@@ -38,7 +38,7 @@ def test_the_local_rank_numbers_the_devices(
 
 ONLY_CPU = 'expected a {} device, but torch finds only the CPU. Set "device": "cpu".'
 OTHER = 'expected a xpu device, but torch finds the CPU and "cuda". Set "device": "cpu".'
-NO_FLOAT64 = 'device: "mps" has no float64, which norms need. Set "device": "cpu".'
+NO_FLOAT64 = 'device: "mps" has no float64, but norms need it. Set "device": "cpu".'
 MORE_RANKS = "expected a cuda device for local rank 4, but this process sees 4 devices"
 
 

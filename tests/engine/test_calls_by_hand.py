@@ -147,7 +147,7 @@ def test_gradients_that_are_cleared_before_the_step_are_none(ranks: RankPool, st
 def test_gradients_that_an_update_in_the_backward_has_used_are_not_cleared() -> None:
     with after_backward(2, zero={"update_in_backward": True}) as engine:
         engine.module.zero_grad()
-        words = "has updated the parameters, found zero_grad(); put the earlier"
+        words = "found zero_grad() after the backward has updated the parameters; put the earlier"
         assert words in refusal(engine.step, kind=StateError)
 
 

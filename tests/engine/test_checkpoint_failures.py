@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_written_by_all_is_an_error_on_all(tmp_path: Pat
         for path, words in (
             (file, f"saving checkpoint 'a' to {file} failed on rank 0: File exists: {file}. {INTACT}"),
             (below, f"saving checkpoint 'a' to {below} failed on rank 0: Not a directory: {below}. {INTACT}"),
-            (own, f"failed on rank 1: {tmp_path}/1/.saving-a is not there; all ranks must see one folder, for"),
+            (own, f"failed on rank 1: {tmp_path}/1/.saving-a does not exist; all ranks must see the same folder: "),
         ):
             assert words in refusal(engine.save_checkpoint, path, "a", kind=CheckpointError)
         run_steps(engine, GPT, 0, 1)

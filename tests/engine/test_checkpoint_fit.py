@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {  # saved, loaded, words
     "new group": (
         by(grouped(W)),
         by(grouped(W, B)),
-        ["no parameter group of it has a parameter of group 1 here (first.bias, layers.0.bias, layers.1.bias)"],
+        ["no saved group has a parameter of group 1 here (first.bias, layers.0.bias, layers.1.bias)"],
     ),
     "order": (
         scheduled(W, B),

@@ -445,7 +445,7 @@ def test_states_that_begin_anew_are_told(kind: str, num_steps: int, num_told: in
 
 def test_parameters_of_another_model_are_refused() -> None:
     model, other = models.mlp(), models.Mlp()
-    words = "optimizer: expected parameters of the model (10), found 11 parameters, 1 of them not in the model"
+    words = "optimizer: expected parameters of the model (10), found 11 parameters, 1 not in the model"
     optimizer = adamw([*model.parameters(), other.last.bias])
     assert words in refusal(lowtide.initialize, model, CASE.as_config(), optimizer=optimizer)
 

@@ -376,7 +376,7 @@ def test_tied_and_frozen_parameters() -> None:
                 ] * 2
             text = refusal(engine.full, "position", "exp_avg")
             assert text.startswith("engine.full() (safe_get_full_optimizer_state in ")
-            assert "expected a trained " in text and ", found 'position', wh" in text
+            assert "expected a trained " in text and ", found the frozen 'position'" in text
 
 
 class OwnAdamW(torch.optim.AdamW):
@@ -435,7 +435,7 @@ def test_states_are_reset_as_torch_deletes_them(
     ("optimizer", "name", "text"),
     [
         ({"type": "adamw"}, "3.weight", "as in engine.named_parameters(), found '3.weight'"),
-        ({"type": "adamw"}, "0.bias", "expected trained parameters, found '0.bias', which is frozen; leave it out"),
+        ({"type": "adamw"}, "0.bias", "expected trained parameters, found the frozen '0.bias'; leave it out"),
         ({"type": "OneBitAdam"}, "0.weight", "save the weights, and begin with a new engine"),
     ],
 )

@@ -312,7 +312,7 @@ REFUSED: list[tuple[Variables, dict[str, Any], str]] = [
     ({}, {**MEET_A, "meet": "a"}, '--meet: expected HOST:PORT, for example node1:23456, found "a"'),
     ({}, {**MEET_A, "meet": "a:99999"}, 'found "a:99999"'),
     ({}, {**MEET_A, "hosts": "a,b"}, "remove --hosts and --hostfile"),
-    ({}, {"hosts": "localhost:2,b:2"}, 'other hosts cannot reach "localhost" by that name'),
+    ({}, {"hosts": "localhost:2,b:2"}, 'remote hosts cannot reach this host by the name "localhost"'),
     ({}, {"transport": "ssh"}, "--transport ssh needs hosts, found none. Name them with --hosts or --hostfile"),
     ({}, {"hosts": "a,b", "transport": "local"}, "--transport local is for a single host, found 2 (a, b): leave it"),
     ({}, {"hosts": "a,b", "transport": "join"}, "--transport join is for launchers that are started on every host"),

@@ -48,5 +48,7 @@ def test_ranks_that_had_ended_are_told_with_what_to_do(world_size: int, ended: l
 
 def test_restarts_of_joined_launchers_are_refused() -> None:
     allocation = Allocation("Kubernetes", "join", (Host("a"), Host("b")))
-    with pytest.raises(LaunchError, match="--max-restarts needs a transport that can start agents again, found launch"):
+    with pytest.raises(
+        LaunchError, match="--max-restarts needs a transport that can start agents again, found a launch"
+    ):
         Attempts(Request(("x",), "/", max_restarts=1), allocation, lambda allocation: pytest.fail("unused"))

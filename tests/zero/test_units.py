@@ -139,7 +139,7 @@ def test_patterns_name_the_units(model: nn.Module, patterns: list[str], names: l
     ("model", "pattern", "text"),
     [
         (Gpt(), "layers.*", 'found "layers.*", without a match; the model\'s top modules are: blocks, embedding, head'),
-        (Gpt(), "blocks.*", 'but "blocks.0" contains "blocks.0.linear"; name only one'),
+        (Gpt(), "blocks.*", 'but "blocks.0" contains "blocks.0.linear"; name either'),
         (
             containers.OnlyParameters(),
             "blocks.0",

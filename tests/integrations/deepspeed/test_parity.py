@@ -171,7 +171,9 @@ def own_layers() -> tuple[list[int], list[str], Tensor]:
     assert first.module.weight is last.module.weight
     model.half().to("cpu").float()
     said = refusal(model, torch.ones(2, 8))
-    assert "called a module of 2 stages, " in said and "has built only its own" in said and "engine.train_batch" in said
+    assert (
+        "called a module of 2 stages, " in said and "has built only its stage" in said and "engine.train_batch" in said
+    )
     names = dict.fromkeys(name.split(".")[0] for name, param in model.named_parameters() if not param.is_meta)
     return Noted.made[:], list(names), first.module.weight.detach()
 

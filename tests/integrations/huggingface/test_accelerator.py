@@ -308,7 +308,7 @@ def test_objects_of_a_loop_are_used_together() -> None:
     prepared, optimizer = accelerator.prepare(model, sgd(model))
     some = list(prepared.parameters())[:2]
     assert "of them. Pass model.parameters()" in refusal(accelerator.clip_grad_norm_, some, 1.0)
-    assert "optimizer.step(): expected no closure, found one" in refusal(optimizer.step, lambda: 0.0)
+    assert "optimizer.step(): expected a call without a closure" in refusal(optimizer.step, lambda: 0.0)
     other = Mlp()
     accelerator.prepare(other)
     said = "expected the optimizer in the same call as its model"

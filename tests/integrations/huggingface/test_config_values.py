@@ -70,9 +70,9 @@ def test_a_training_has_what_auto_is(tmp_path: Path) -> None:
     made = trainer(str(tmp_path), AUTO, {**OPTIONS, "max_steps": 1})
     made.train()
     assert refusal(made.train) == (
-        "Trainer.train: expected one training with the scheduler of the config, found another after 1 steps, which "
-        "would go on at the end of that schedule. Remove the section `scheduler`, and set lr_scheduler_type, which "
-        "begins again with each training"
+        "Trainer.train: expected a single training with the scheduler of the config, found a second training. The "
+        "schedule is at step 1 and would not begin again. Remove the section `scheduler`, and set lr_scheduler_type: "
+        "transformers' schedule begins again with each training"
     )
     values = made.engine.config.model_dump()
     closed(made)

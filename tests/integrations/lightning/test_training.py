@@ -188,15 +188,15 @@ BY_VALUE = {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}
 AVERAGES, SWA = {"callbacks": [("EMAWeightAveraging",)]}, {"callbacks": [("StochasticWeightAveraging", 0.1)]}
 TWO = {"optimizers": 2, "manual": True}
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {  # strategy, module, Trainer
-    "configure_optimizers: expected one optimizer": ({"stage": 2}, TWO, {}),
+    "configure_optimizers: expected a single optimizer": ({"stage": 2}, TWO, {}),
     "configure_optimizers: expected an optimizer": ({"stage": 2}, {"optimizers": 0}, {}),
     'optimizer: found both "adamw" in the config and the AdamW': ({"config": "zero1"}, {}, {}),
     "train_batch_size: expected no batch sizes": ({"config": {"train_batch_size": 4}}, {}, {}),
     "parallel.pipeline: expected 1 in the config of": ({"config": {"parallel": {"pipeline": 2}}}, {}, {}),
-    "LowtideStrategy: expected either config or other arguments": ({"config": {}, "stage": 2}, {}, {}),
+    "LowtideStrategy: expected either config or further arguments": ({"config": {}, "stage": 2}, {}, {}),
     "LowtideStrategy: unknown argument 'sub_group_size'": ({"sub_group_size": 2}, {}, {}),
     "gradient_clipping: found both 1 (by": (CLIPS, {}, {"gradient_clip_val": 2.0}),
-    'Trainer(gradient_clip_val=1, gradient_clip_algorithm="value"). Leave one': (CLIPS, {}, BY_VALUE),
+    'Trainer(gradient_clip_val=1, gradient_clip_algorithm="value"). Remove either': (CLIPS, {}, BY_VALUE),
     "checkpoint.folder: expected none": ({"config": {"checkpoint": {"folder": "x"}}}, {}, {}),
     "precision '16-true': without a loss scale": ({"stage": 1}, {}, {"precision": "16-true"}),
     "callbacks: expected none that averages the": ({"stage": 2}, {}, AVERAGES),

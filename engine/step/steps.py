@@ -25,7 +25,7 @@ from ..config.config import Config
 from .features import Access, StepFeature, StepFeatures, StepResult
 from .gradient_scale import GradientScale
 from .join import Call, Join, weighted
-from .step_sums import Clipping, StepSums, cleared_error, non_finite_error, sum_step
+from .step_sums import Clipping, StepSums, SummedStep, cleared_error, non_finite_error, sum_step
 from .step_update import StepUpdate
 
 R = TypeVar("R")
@@ -470,34 +470,16 @@ class Steps:
         # the skip flag. Updates on the host are never started here.
         is_started = not has_nothing and self.update.can_be_skipped
         if is_started:
-            # If this rank lacks a gradient, the host first waits for the sum, which says if another rank used that
-            # parameter. Then it starts the same update: the other ranks have started theirs.
-            unused = frozenset[int]() if summed.used == self.update.uses.all else summed.read().unused
-            factor, skip = summed.factor_and_skip(clipping, grad_scale)
-            self.update.end_step(factor, unused, "the update of the step", skip)
+            self._start_update(summed, clipping, grad_scale)
         sums = summed.read()
+        clearings_differ = sums.cleared != cleared * self._mesh.world.size
         if is_started:
             # The device has skipped the update for the same reasons: `SummedStep.factor_and_skip`.
-            is_wrong = sums.num_bad or sums.num_changed or sums.cleared != cleared * self._mesh.world.size
+            is_wrong = sums.num_bad or sums.num_changed or clearings_differ
             self.update.end_skipped(not is_wrong, sums.unused)
-        # In each of these cases `forget` comes first, since the next line raises. All ranks have the same sums, so all
-        # of them raise, and the collectives that collect the error's text find every rank.
-        if sums.num_changed:
-            self.forget()
-            for explain in self.features.explain_inconsistency:
-                explain()
-            raise AssertionError("expected a feature that explains the doubt of a rank, found none")
-        if sums.cleared != cleared * self._mesh.world.size:
-            notes = "; ".join(self.cleared)
-            self.forget()
-            raise cleared_error(self._mesh, notes)
         update_failed, num_lacking, _, *counts = sums.events
-        if update_failed:
-            self.forget()
-            self.update.raise_failure()
-        if has_nothing:
-            self.forget()
-            raise StateError(NO_GRADIENT)
+        if sums.num_changed or clearings_differ or update_failed or has_nothing:
+            self._refuse(sums, clearings_differ)
         norm = math.sqrt(sums.square_norm) * grad_scale * self.norm_factor if not sums.num_bad else math.nan
         result = StepResult(
             None if num_lacking else torch.scalar_tensor(sums.loss, dtype=sums.loss_dtype),
@@ -520,6 +502,28 @@ class Steps:
         for own, on_events in zip(events_by_feature, self.features.on_events, strict=True):
             on_events(counts[: len(own)])
             del counts[: len(own)]
+
+    def _start_update(self, summed: SummedStep, clipping: Clipping, grad_scale: float) -> None:
+        """Start the update on a device, which reads the clip factor and the skip flag itself."""
+        # If this rank lacks a gradient, the host first waits for the sum, which says if another rank used that
+        # parameter. Then it starts the same update: the other ranks have started theirs.
+        unused = frozenset[int]() if summed.used == self.update.uses.all else summed.read().unused
+        factor, skip = summed.factor_and_skip(clipping, grad_scale)
+        self.update.end_step(factor, unused, "the update of the step", skip)
+
+    def _refuse(self, sums: StepSums, clearings_differ: bool) -> NoReturn:
+        """Forget the step, and raise why no rank may take it. All ranks have the same sums, so all of them raise."""
+        notes = "; ".join(self.cleared)
+        self.forget()  # before the collectives that collect the text of an error
+        if sums.num_changed:
+            for explain in self.features.explain_inconsistency:
+                explain()
+            raise AssertionError("expected a feature that explains the doubt of a rank, found none")
+        if clearings_differ:
+            raise cleared_error(self._mesh, notes)
+        if sums.events[0]:
+            self.update.raise_failure()
+        raise StateError(NO_GRADIENT)
 
     @property
     def grad_scale(self) -> float:

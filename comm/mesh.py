@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, partial
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -75,14 +76,16 @@ class Mesh:
             raise ValueError(f"{parallel_dims} = {parallel_dims.num_ranks} != world size ({world.size})")
         lines = parallel_dims.lines(folds)
         inside = parallel_dims.wide(inner)
-        # Channels: each line, `peers`, its host transport, each inner axis, and the host transport of all ranks.
-        transport, first, pids = _agree(world, transport, shared_bytes, len(lines) + 3 + len(inside))
+        # Channels: each line, each inner axis, `peers`, its host transport, and the host transport of all ranks.
+        transport, first, pids = _agree(world, transport, shared_bytes, len(lines) + len(inside) + 3)
+        channels = count(first)
         recorder, error_broadcast = FlightRecorder(world, first), world.error_broadcast
         error_broadcast.start(world.rank, world.store, first)
         in_flight = InFlight(world, recorder.compare)
         axes, groups = {}, {}
 
-        def connected(number: int, names: tuple[str, ...], group: dist.ProcessGroup | None) -> Axis:
+        def connected(names: tuple[str, ...], group: dist.ProcessGroup | None) -> Axis:
+            number = next(channels)
             by_place = parallel_dims.ranks(world.rank, names)
             # Terms are added by ascending rank, so a sum has the same bits however the axes are folded.
             ranks, places = tuple(sorted(by_place)), tuple(sorted(range(len(by_place)), key=by_place.__getitem__))
@@ -102,22 +105,19 @@ class Mesh:
             return Axis(" x ".join(names), rank, ranks, places, made)
 
         # To make a group is a collective of all ranks, so every rank makes all groups in this order.
-        for number, names in enumerate(lines, first):
+        for names in lines:
             is_world = 1 < parallel_dims.size(names) == world.size  # the default group serves: a communicator less
             groups[names] = dist.group.WORLD if is_world else _new_group(world, parallel_dims, names)
-            axes[names] = connected(number, names, groups[names])
-        own = {
-            name: connected(number, (name,), _new_group(world, parallel_dims, (name,)))
-            for number, name in enumerate(inside, first + len(lines) + 2)
-        }
-        number = first + len(lines)
+            axes[names] = connected(names, groups[names])
+        own = {name: connected((name,), _new_group(world, parallel_dims, (name,))) for name in inside}
+        number = next(channels)
         along = (messages,)
         # If the backend waits on the host, as gloo does, the transport of the axis takes CPU tensors too.
         on_host: Transport = axes[along].transport if along in axes else SoloTransport(world.device)
         ways = groups.get(along), groups.get(along)
         if not world.waits_on_host:  # [Note: messages without tags] in p2p.py: a group for each direction
             ways = _new_group(world, parallel_dims, along), _new_group(world, parallel_dims, along)
-            on_host, _ = _make_host_transport(world, parallel_dims, along, number + 1, recorder, error_broadcast)
+            on_host, _ = _make_host_transport(world, parallel_dims, along, next(channels), recorder, error_broadcast)
         places = parallel_dims.ranks(world.rank, along)
         peers = P2P(places, ways, _first_tag(number), world, recorder, in_flight, number % NUM_RECORDED, on_host)
         host: Transport | None = None
@@ -125,8 +125,9 @@ class Mesh:
         # A device's backend takes no CPU tensors, so the hosts meet over gloo.
         if not world.waits_on_host and not world.is_simulated:
             every = tuple(name for name, _ in parallel_dims.sizes)
-            after = number + 2 + len(inside)
-            host, host_group = _make_host_transport(world, parallel_dims, every, after, recorder, error_broadcast)
+            host, host_group = _make_host_transport(
+                world, parallel_dims, every, next(channels), recorder, error_broadcast
+            )
         alone = Axis("", 0, (world.rank,), (0,), SoloTransport(world.device))
         single = {name: axes.get((name,), alone) for name, _ in parallel_dims.sizes}
         return cls(world, parallel_dims, single, peers, {**axes, (): alone}, own, error_broadcast, host, host_group)

@@ -22,6 +22,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,11 +100,37 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
     else:
         parts = [load_pickle(file) for file in optimizers]
     ranks = [load_pickle(file) for file in by_rank]
-    return DeepSpeedCheckpoint(path, main, module, parts, ranks)
+    return _Reader(path, main, module, parts, ranks).read()
 
 
+@dataclass(frozen=True)
 class DeepSpeedCheckpoint:
     """The content of a checkpoint in host memory, by the model's names."""
+
+    tag: str
+    weights: dict[str, Tensor]
+    """Buffers, and float32 parameters: master weights if a file has them."""
+    compute_dtypes: dict[str, torch.dtype]
+    """Of the parameters."""
+    aliases: dict[str, str]
+    """Further names of tied parameters -> the first."""
+    states: dict[str, dict[str, Tensor]]
+    """Parameter -> state -> values of its shape."""
+    groups: list[dict[str, Any]]
+    """Options of the optimizer's groups, without parameters. []: the files do not tell whose states they have."""
+    group_names: list[list[str]]
+    num_updates: int
+    optimizer: Mapping[str, Any]
+    """The section of the checkpoint's config."""
+    scheduler: dict[str, Any] | None
+    loss_scaler: dict[str, Any]
+    counters: dict[str, int]
+    """Counters of `DeepSpeedEngine`."""
+    client_state: dict[str, Any]
+
+
+class _Reader:
+    """Collects weights and states from the content of the files."""
 
     def __init__(
         self, path: Path, main: dict[str, Any], module: Mapping[str, Any], parts: Sequence[Any], ranks: Sequence[Any]
@@ -114,62 +141,70 @@ class DeepSpeedCheckpoint:
         self._module = module
         self._parts = [part["optimizer_state_dict"] for part in parts]
         self._ranks = ranks
-        self._steps: list[float] = []
-        self.tag = path.name
-        self.weights: dict[str, Tensor] = {}  # buffers, and float32 master weights if a file has them
-        self.states: dict[str, dict[str, Tensor]] = {}  # parameter -> state -> values of its shape
-        self.groups: list[dict[str, Any]] = []  # options, without parameters
-        shapes: list[Mapping[str, Any]] = [dict(group) for group in main.get("param_shapes") or ()]
-        buffers = frozenset(main.get("buffer_names") or ())
+        self._config = main["ds_config"] if isinstance(main.get("ds_config"), Mapping) else {}
+        self._buffers = frozenset(main.get("buffer_names") or ())
         shared = main.get("shared_params")
-        aliases = self._ties(buffers) if shared is None else {str(alias): str(name) for alias, name in shared.items()}
-        self._params = [name for name in module if name not in buffers and name not in aliases]
-        if self._parts and shapes:
-            is_universal = (path / "zero").is_dir()
-            self.groups = self._read_universal(shapes) if is_universal else self._read_parts(shapes)
-        elif isinstance(main.get("optimizer"), Mapping):
-            self.groups, shapes = self._read_whole(main["optimizer"])
+        self._aliases = self._ties() if shared is None else {str(alias): str(name) for alias, name in shared.items()}
+        self._params = [name for name in module if name not in self._buffers and name not in self._aliases]
+        self._weights: dict[str, Tensor] = {}
+        self._states: dict[str, dict[str, Tensor]] = {}
+        self._steps: list[float] = []
+
+    def read(self) -> DeepSpeedCheckpoint:
+        main = self._main
+        groups, shapes = self._read_optimizer()
         self._read_frozen()
-        # At stage 3 the module's tensors are empty.
-        empty = {name for name, value in module.items() if isinstance(value, Tensor) and not value.numel()}
-        of_shapes = {name: shape for group in shapes for name, shape in group.items() if math.prod(shape)}
-        if absent := [name for name in of_shapes if name in empty and name not in self.weights]:
-            raise CheckpointError(
-                f"{path}: expected the values of {len(absent)} parameters ('{absent[0]}') in files of the optimizer, "
-                "found none"
-            )
-        for name, value in module.items():
-            if isinstance(value, Tensor) and name not in self.weights and name not in aliases and value.numel():
-                is_narrow = value.is_floating_point() and name not in buffers
-                self.weights[name] = value.float() if is_narrow else value
-        # Further names of tied parameters -> the first.
-        self.aliases = {alias: name for alias, name in aliases.items() if name in self.weights}
-        dtypes = {name: value.dtype for name, value in module.items() if isinstance(value, Tensor)}
-        params = [name for name in self.weights if name not in buffers]
-        self.compute_dtypes = {name: dtypes.get(name, torch.float32) for name in params}
-        self.group_names = [list(group) for group in shapes] or [params]
-        self.global_steps = int(main.get("global_steps") or 0)
+        self._read_module(shapes)
+        dtypes = {name: value.dtype for name, value in self._module.items() if isinstance(value, Tensor)}
+        params = [name for name in self._weights if name not in self._buffers]
+        counters = self._counters()
         # The optimizer counts its updates. Without its count: all steps but the skipped.
-        skipped = int(main.get("skipped_steps") or 0)
-        self.num_updates = int(max(self._steps)) if self._steps else self.global_steps - skipped
+        num_updates = max(self._steps, default=counters["global_steps"] - counters["skipped_steps"])
         scheduler = main.get("lr_scheduler")
-        self.scheduler = dict(scheduler) if isinstance(scheduler, Mapping) else None
-        config = main.get("ds_config")
-        optimizer = (config.get("optimizer") if isinstance(config, Mapping) else None) or {}
-        self.optimizer_type = str(optimizer.get("type") or "")  # as the checkpoint's config says
-        options = optimizer.get("params") or {}
-        self.adam_w_mode = options.get("adam_w_mode", True) is True
-        self.base_lr: float | None = options.get("lr")
-        self.client_state = {str(key): value for key, value in main.items() if key not in _OWN_KEYS}
-        self.counters, self.loss_scaler = self._counters(), self._loss_scaler()
-        # The content of the files is as large as what was made of it: no caller holds both.
-        del self._main, self._module, self._parts, self._ranks
+        return DeepSpeedCheckpoint(
+            tag=self._path.name,
+            weights=self._weights,
+            compute_dtypes={name: dtypes.get(name, torch.float32) for name in params},
+            aliases={alias: name for alias, name in self._aliases.items() if name in self._weights},
+            states=self._states,
+            groups=groups,
+            group_names=[list(group) for group in shapes] or [params],
+            num_updates=int(num_updates),
+            optimizer=self._config.get("optimizer") or {},
+            scheduler=dict(scheduler) if isinstance(scheduler, Mapping) else None,
+            loss_scaler=self._loss_scaler(),
+            counters=counters,
+            client_state={str(key): value for key, value in main.items() if key not in _OWN_KEYS},
+        )
+
+    def _read_optimizer(self) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
+        """Read master weights and states. Returns the options of each group, and its parameters with their shapes."""
+        shapes: list[Mapping[str, Any]] = [dict(group) for group in self._main.get("param_shapes") or ()]
+        if self._parts and shapes:
+            is_universal = (self._path / "zero").is_dir()
+            return self._read_universal(shapes) if is_universal else self._read_parts(shapes), shapes
+        whole = self._main.get("optimizer")
+        return self._read_whole(whole) if isinstance(whole, Mapping) else ([], shapes)
+
+    def _read_module(self, shapes: Sequence[Mapping[str, Any]]) -> None:
+        """Read buffers, and parameters without master weights. shapes: of the parameters in the optimizer's files."""
+        tensors = {name: value for name, value in self._module.items() if isinstance(value, Tensor)}
+        of_shapes = {name: shape for group in shapes for name, shape in group.items() if math.prod(shape)}
+        # At stage 3 the module's tensors are empty.
+        empty = {name for name, value in tensors.items() if not value.numel()}
+        if absent := [name for name in of_shapes if name in empty and name not in self._weights]:
+            raise CheckpointError(
+                f"{self._path}: expected the values of {len(absent)} parameters ('{absent[0]}') in files of the "
+                "optimizer, found none"
+            )
+        for name, value in tensors.items():
+            if name not in self._weights and name not in self._aliases and name not in empty:
+                is_narrow = value.is_floating_point() and name not in self._buffers
+                self._weights[name] = value.float() if is_narrow else value
 
     def _counters(self) -> dict[str, int]:
-        """Return the counters of `DeepSpeedEngine`."""
-        main, config = self._main, self._main.get("ds_config")
-        found = {key: int(main.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")}
-        accumulation = config.get("gradient_accumulation_steps") if isinstance(config, Mapping) else None
+        found = {key: int(self._main.get(key) or 0) for key in ("global_steps", "global_samples", "skipped_steps")}
+        accumulation = self._config.get("gradient_accumulation_steps")
         return {**found, "micro_steps": found["global_steps"] * (accumulation if isinstance(accumulation, int) else 1)}
 
     def _loss_scaler(self) -> dict[str, Any]:
@@ -196,7 +231,7 @@ class DeepSpeedCheckpoint:
         if not names:
             return [], []  # frozen parameters, flat master weights, or similar groups: only the weights can be read
         masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
-        self.weights |= {names[index]: master for index, master in enumerate(masters)}
+        self._weights |= {names[index]: master for index, master in enumerate(masters)}
         for index, state in inner["state"].items():
             self._add_states(names[index], state, tuple(self._module[names[index]].shape))
         groups = [_options(group) for group in inner["param_groups"]]
@@ -221,12 +256,12 @@ class DeepSpeedCheckpoint:
         shapes = [value.shape for key, value in state.items() if key != _STEP and isinstance(value, Tensor)]
         return not shapes or self._module[name].shape in shapes
 
-    def _ties(self, buffers: frozenset[str]) -> dict[str, str]:
+    def _ties(self) -> dict[str, str]:
         """Return the further names of tied parameters -> the first. Stage 0 does not list them."""
         found: dict[str, str] = {}
         first: dict[object, str] = {}
         for name, value in self._module.items():
-            if isinstance(value, Tensor) and value.numel() and name not in buffers:
+            if isinstance(value, Tensor) and value.numel() and name not in self._buffers:
                 place = value.data_ptr(), value.shape, value.stride()
                 if first.setdefault(place, name) != name:
                     found[name] = first[place]
@@ -237,7 +272,7 @@ class DeepSpeedCheckpoint:
             if key == _STEP:
                 self._steps.append(float(value))
             elif isinstance(value, Tensor) and tuple(value.shape) == shape:
-                self.states.setdefault(name, {})[key] = value.float()
+                self._states.setdefault(name, {})[key] = value.float()
 
     def _read_parts(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Read master weights and states from the shards of all ranks: see [Note: flat groups]."""
@@ -251,7 +286,7 @@ class DeepSpeedCheckpoint:
         if (fewest := min(map(len, masters))) < len(parts_of):
             raise CheckpointError(f"{self._path}: expected {len(parts_of)} flat groups on each rank, found {fewest}")
         for index, group in enumerate(parts_of):
-            self._join([master[index] for master in masters], group, self.weights, is_stage_3)
+            self._join([master[index] for master in masters], group, self._weights, is_stage_3)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
             for key, value in states[0].items():
                 if key == _STEP:
@@ -261,7 +296,7 @@ class DeepSpeedCheckpoint:
                     whole: dict[str, Tensor] = {}
                     self._join([state[key] for state in states], group, whole, is_stage_3)
                     for name, values in whole.items():
-                        self.states.setdefault(name, {})[key] = values
+                        self._states.setdefault(name, {})[key] = values
         options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
         return [_options(group) for group in options] if len(options) == len(shapes) else []
 
@@ -274,7 +309,7 @@ class DeepSpeedCheckpoint:
                 # Of stage 3 it is flat, and may be padded.
                 whole = value.reshape(-1)[: math.prod(shape)].view(tuple(shape)) if value.dim() else value
                 if file.stem == "fp32":
-                    self.weights[name] = whole.float()
+                    self._weights[name] = whole.float()
                 else:
                     self._add_states(name, {file.stem: whole}, tuple(shape))
         options = self._parts[0].get("param_groups", ())
@@ -318,7 +353,7 @@ class DeepSpeedCheckpoint:
         chunk_views = [dict(rank.get("frozen_param_fragments") or {}) for rank in self._ranks or [self._main]]
         for name, shape in shapes.items():
             whole = torch.cat([chunk_view[name].reshape(-1) for chunk_view in chunk_views])
-            self.weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
+            self._weights[name] = whole[: math.prod(shape)].view(tuple(shape)).float()
 
 
 def _of_layers(files: Sequence[Path]) -> dict[str, Any]:

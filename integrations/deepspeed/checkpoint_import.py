@@ -112,7 +112,7 @@ def _tensors(found: DeepSpeedCheckpoint) -> dict[str, torch.Tensor]:
 def _manifest(found: DeepSpeedCheckpoint, tensors: Mapping[str, torch.Tensor], kind: str, notes: list[str]) -> Manifest:
     return Manifest(
         tag=found.tag,
-        step=found.global_steps,
+        step=found.counters["global_steps"],
         saved_at=0.0,
         has_own_tag=True,
         versions={"lowtide": version("lowtide"), "torch": torch.__version__, "python": platform.python_version()},
@@ -128,14 +128,15 @@ def _manifest(found: DeepSpeedCheckpoint, tensors: Mapping[str, torch.Tensor], k
 
 def _training(found: DeepSpeedCheckpoint, kind: str, notes: list[str]) -> dict[str, Any]:
     scheduler = None if found.scheduler is None else _plain({"": found.scheduler}, notes).get("")
+    base_lr = (found.optimizer.get("params") or {}).get("lr")
     return {
-        "global_step": found.global_steps,
+        "global_step": found.counters["global_steps"],
         "num_steps": found.num_updates if found.groups else 0,
         "optimizer": kind,
         "learning_rates": {
             "options": [_plain(group, notes) for group in found.groups],
             "members": [list(names) for names in found.group_names],
-            "base": [float(group.get("initial_lr", found.base_lr or group["lr"])) for group in found.groups],
+            "base": [float(group.get("initial_lr", base_lr or group["lr"])) for group in found.groups],
             "scheduler": scheduler,
         },
         "loss_scaler": found.loss_scaler,
@@ -149,10 +150,11 @@ _KINDS = {"exp_inf": "Adamax", "exp_avg": "lion", "sum": "adagrad", "acc_delta":
 
 def _kind(found: DeepSpeedCheckpoint) -> str:
     """Return lowtide's name of the optimizer: by the checkpoint's config, else by its states and options."""
-    written = found.optimizer_type.lower()
+    written = str(found.optimizer.get("type") or "").lower()
     named = next((row.name for row in OPTIMIZERS.values() if written in (row.name, *row.deepspeed_names)), None)
     if named is not None:
-        return "adamw" if named == "adam" and found.adam_w_mode else named
+        options = found.optimizer.get("params") or {}
+        return "adamw" if named == "adam" and options.get("adam_w_mode", True) is True else named
     states = {state for by_name in found.states.values() for state in by_name}
     if "exp_avg_sq" in states:
         decoupled = all(group.get("decoupled_weight_decay", True) for group in found.groups)

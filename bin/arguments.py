@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, Self, TypeVar
 
@@ -29,6 +29,11 @@ class Parser(argparse.ArgumentParser):
     elsewhere: Mapping[str, str] = {}
     """Option of another program, with "-" for "_" -> ours, for the error."""
     _given: Sequence[str] = ()
+
+    def add_subparsers(self, **kwargs: Any) -> Any:
+        """Add actions as argparse does. Their help ends with the examples of the command."""
+        made = partial(type(self), epilog=self.epilog, formatter_class=self.formatter_class)
+        return super().add_subparsers(**{"parser_class": made, **kwargs})
 
     @classmethod
     def of(cls, command: str, examples: str) -> Self:
@@ -55,6 +60,8 @@ class Parser(argparse.ArgumentParser):
         """Print the error and where help is, and exit with 2."""
         if message.startswith("the following arguments are required"):  # often the argument is given, misspelled
             message = self._slip_before("--") or message
+        if message.endswith("expected one argument"):  # argparse takes a value such as "--quiet-ranks" for an option
+            message += '; if its value begins with "-", write OPTION="-VALUE"'
         self.exit(2, f"{self.prog}: error: {message}\nsee `{self.prog} --help`\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -174,6 +181,20 @@ def output_file(text: str) -> Path:
         raise argparse.ArgumentTypeError(f'expected the name of a file, found the folder "{text}"')
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f'expected a file that you may write, found "{text}"')
+    return path
+
+
+def picture_file(text: str) -> Path:
+    """Parse the name of a picture to write, as argparse's `type`: nothing else can fail after the work."""
+    path = output_file(text)
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError as error:
+        why = f'a picture needs matplotlib: pip install "lowtide[examples]" ({error})'
+        raise argparse.ArgumentTypeError(why) from error
+    # To a name without an ending matplotlib would add ".png", and the command would print the name without it.
+    if path.suffix[1:].lower() not in (known := FigureCanvasBase.get_supported_filetypes()):
+        raise argparse.ArgumentTypeError(f'expected a name that ends with one of .{", .".join(known)}, found "{text}"')
     return path
 
 

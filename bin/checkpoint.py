@@ -356,20 +356,13 @@ def _parsers() -> tuple[Parser, Parser, Parser]:
     """Return the command line of `lowtide checkpoint`, and those of its actions `show` and `import`."""
     result = Parser.of("checkpoint", EPILOG)
     actions = result.add_subparsers(dest="action", metavar="ACTION")
-    show = actions.add_parser(
-        "show",
-        help="list the checkpoints of a folder, or show one in detail",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    show = actions.add_parser("show", help="list the checkpoints of a folder, or show one in detail")
     show.add_argument("folder", metavar="FOLDER", help="a folder of checkpoints, or a checkpoint in it")
     show.add_argument("--verify", action="store_true", help="read all values and compare their checksums")
     show.add_argument("--tag", help="show this checkpoint alone, in detail")
     importing = actions.add_parser(
         "import",
         help="convert a DeepSpeed checkpoint, or weights that zero_to_fp32 wrote, to lowtide's format",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     importing.add_argument("source", metavar="SOURCE", help="a folder of DeepSpeed checkpoints, or a checkpoint in it")
     importing.add_argument("target", metavar="TARGET", help="a folder for lowtide checkpoints, created if missing")

@@ -17,7 +17,9 @@ _EXAMPLES = """examples:
   lowtide config check my.json --world-size 8
   lowtide config explain ds_config.json --given        explain the keys of a DeepSpeed config
   lowtide config explain zero3 --world-size 8
+  lowtide config show zero3
   lowtide config diff old.json new.json
+  lowtide config schema > schema.json
 """
 _WIDTH, _INDENT = 120, "    "
 

@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import psutil
 import torch
 from torch.utils import collect_env
 
-from ..engine.plan.measured import VARIABLE, Measured, default_path
+from ..engine.plan.measured import VARIABLE, Factors, Measured, default_path
 from ..engine.plan.measuring.measure import measure
 from ..kernels.cpu_build import BuildError, find_compiler, make_or_say_why
 from ..kernels.dispatch import has_triton, why_not_started
@@ -28,7 +29,7 @@ from ..launch.hosts.facts import CheckRequest, run_checks
 from ..launch.hosts.preflight import size_text
 from ..launch.hosts.report import report_host
 from ..offload import PagePool
-from .arguments import Parser, reports
+from .arguments import Parser, output_file, reports
 
 _EPILOG = """examples:
   lowtide env
@@ -55,6 +56,10 @@ def main(argv: Sequence[str]) -> int:
     """Print the report. Return 1 if `--folder` is not writable, or if measuring failed."""
     options = parser().parse_args(argv)
     if options.measure is not None:
+        if options.json:
+            parser().error("--json: expected none with --measure, which writes its file and prints no report")
+        if options.folder is not None and not os.access(options.folder, os.W_OK | os.X_OK):
+            parser().error(f"--folder: expected an existing folder that you may write, found {options.folder}")
         return _measure(options.measure, options.folder)
     folders = () if options.folder is None else (str(options.folder),)
     checks = run_checks(CheckRequest(1, str(Path.cwd()), sys.executable, write_folders=folders))
@@ -82,14 +87,17 @@ def parser() -> Parser:
         "measure CPU training with 1, 2 and 4 ranks, which takes a few minutes, and write FILE for `lowtide plan "
         f"--machine` (default: ${VARIABLE}, or machine.json in the cache folder); --folder adds the offload to files"
     )
-    result.add_argument("--measure", type=Path, metavar="FILE", nargs="?", const=default_path(), help=text)
+    result.add_argument("--measure", type=output_file, metavar="FILE", nargs="?", const=default_path(), help=text)
     result.add_argument("--json", action="store_true", help="print JSON, with sizes in bytes")
     return result
 
 
 @reports("env", OSError, ValueError)  # a ChildProcessError of `measure` is an OSError
 def _measure(path: Path, folder: Path | None) -> int:
-    before = Measured.read(path).factors if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)  # before the minutes of measuring, and not behind them
+    before: Mapping[str, Factors] = {}
+    with suppress(ValueError):  # no file, or a damaged one, whose error says to measure again
+        before = Measured.read(path).factors
     found = measure(lambda text: print(text, flush=True), folder)
     # Factors of GPUs stay valid. Those of the CPU corrected the numbers that were just replaced.
     factors = {key: factor for key, factor in before.items() if not key.startswith("cpu")}

@@ -27,7 +27,17 @@ from ..engine.plan.machine import Machine, calibrated, gigabytes
 from ..engine.plan.measured import Measured, default_path, device_key
 from ..engine.plan.plan import Plan, made_batch, plan, plan_with, uncollected
 from ..engine.report.memory import predict
-from .arguments import Parser, console_of, numbers, output_file, parse_count, parse_counts, parse_size, reports
+from .arguments import (
+    Parser,
+    console_of,
+    numbers,
+    output_file,
+    parse_count,
+    parse_counts,
+    parse_size,
+    picture_file,
+    reports,
+)  # fmt: skip
 from .planned import draw, show
 
 _STAGES = {
@@ -60,8 +70,10 @@ def main(argv: Sequence[str]) -> int:
     console = console_of(132)
     if arguments.config is None and arguments.params is None:
         command_line.error("expected CONFIG and a model, or --params N")
-    changed = {name for name, value in vars(arguments).items() if value != command_line.get_default(name)}
-    wrong = changed & _OF_FORMULA if arguments.config is not None else changed - _OF_FORMULA
+    # Parsed again without defaults: a given value may equal its default.
+    bare = argparse.Namespace(**dict.fromkeys(vars(arguments)))
+    given = {name for name, value in vars(command_line.parse_args(argv, bare)).items() if value is not None}
+    wrong = given & _OF_FORMULA if arguments.config is not None else given - _OF_FORMULA
     if wrong:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in sorted(wrong))
         rule = "--params takes no CONFIG, only --ranks and --fp32; a plan of CONFIG has --gpus N instead of --ranks"
@@ -284,7 +296,7 @@ def parser() -> Parser:
         "--write", metavar="FILE", type=output_file, help="write the config to FILE, for lowtide.initialize"
     )
     training.add_argument(
-        "--png", metavar="FILE", type=output_file, help="draw the time and memory of the best configs"
+        "--png", metavar="FILE", type=picture_file, help="draw the time and memory of the best configs"
     )
     table = result.add_argument_group("model states by the formula of ZeRO, without CONFIG")
     table.add_argument(

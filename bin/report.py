@@ -19,7 +19,7 @@ from rich.table import Table
 from ..engine.report.memory_report import MemoryReport, reports_in
 from ..engine.report.monitors import RUN
 from ..engine.report.step_profile import profiles_in
-from .arguments import Parser, console_of, numbers, output_file, picture, reports, three_figures
+from .arguments import Parser, console_of, numbers, output_file, picture, picture_file, reports, three_figures
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 520, 180, 64, 22
 _MAX_ROWS = 12  # of owners, and of modules
@@ -194,7 +194,8 @@ def page_of(run: Path) -> str:
 
 def _metrics(path: Path) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+        # Other programs write files of this name too, and the last row may not be complete yet.
+        return [row for row in csv.DictReader(file) if (row.get("step") or "").isdecimal()]
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -315,7 +316,7 @@ def parser() -> Parser:
     result.add_argument("run", metavar="FOLDER", type=Path, help="the folder with the ranks' reports")
     result.add_argument("--rank", type=int, metavar="N", help="show this rank (default: the fullest)")
     output = result.add_mutually_exclusive_group()
-    output.add_argument("--png", type=output_file, metavar="FILE", help="draw the memory of the step over time")
+    output.add_argument("--png", type=picture_file, metavar="FILE", help="draw the memory of the step over time")
     output.add_argument(
         "--html", type=output_file, metavar="FILE", help="write the page of the run: metrics, profiles, memory"
     )

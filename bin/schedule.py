@@ -13,7 +13,17 @@ from ..pipe.schedules.grid import colour_grid, write_png
 from ..pipe.schedules.registry import KINDS, is_path, make_schedule, read_schedule
 from ..pipe.schedules.schedule import Schedule, ScheduleError
 from ..pipe.schedules.simulator import Simulation, simulate
-from .arguments import Parser, console_of, numbers, output_file, parse_count, parse_counts, parse_size, reports
+from .arguments import (
+    Parser,
+    console_of,
+    numbers,
+    output_file,
+    parse_count,
+    parse_counts,
+    parse_size,
+    picture_file,
+    reports,
+)  # fmt: skip
 
 _EXAMPLES = """examples:
   lowtide schedule show 1f1b --ranks 4 --microbatches 8
@@ -41,10 +51,7 @@ def _show(arguments: argparse.Namespace, console: Console) -> int:
         arguments.save.write_text(schedule.to_text(), encoding="utf-8")
         print(f"schedule written to {arguments.save}")
     if arguments.png:
-        try:
-            write_png(simulation, arguments.png)
-        except ModuleNotFoundError as error:
-            raise ScheduleError(f'--png needs matplotlib: pip install "lowtide[examples]" ({error})') from error
+        write_png(simulation, arguments.png)
         print(f"picture written to {arguments.png}")
     return 0
 
@@ -223,7 +230,7 @@ def parser() -> Parser:
     show.add_argument("--ranks", metavar="N", type=parse_count, help="pipeline ranks (default: from the config)")
     show.add_argument("--microbatches", metavar="N", type=parse_count, help="microbatches (default: from the config)")
     show.add_argument("--chunks", metavar="N", type=parse_count, help="stages on each rank")
-    show.add_argument("--png", metavar="FILE", type=output_file, help="draw a picture")
+    show.add_argument("--png", metavar="FILE", type=picture_file, help="draw a picture")
     show.add_argument(
         "--save", metavar="FILE", type=output_file, help="write a text file, which you can edit and name in a config"
     )

@@ -26,7 +26,7 @@ from ..engine.plan.machine import fit_factors, gigabytes
 from ..engine.plan.measured import Factors, Measured, default_path
 from ..engine.trial import TrialRequest
 from . import launch
-from .arguments import Parser, console_of, numbers, picture, reports
+from .arguments import Parser, console_of, numbers, picture, picture_file, reports
 from .trials import TrialOutcome, run
 
 _EXAMPLES = """examples:
@@ -347,7 +347,12 @@ def parser() -> Parser:
     add("--folder", type=Path, metavar="DIR", help="folder of the trials, visible to all hosts (default: tuned/CONFIG)")
     add("--again", action="store_true", help="delete the trials in the folder first")
     add("--write", type=Path, metavar="FILE", help="file for the fastest config (default: best.json in the folder)")
-    add("--png", type=Path, metavar="FILE", help="picture of planned and measured times (default: trials.png there)")
+    add(
+        "--png",
+        type=picture_file,
+        metavar="FILE",
+        help="picture of planned and measured times (default: trials.png there)",
+    )
     add("--no-calibrate", action="store_true", help="do not save measured factors for the next plan")
     add("--nproc", metavar="N|auto", help="ranks on each host, as for `lowtide launch`")
     add("--launch", default="", metavar="OPTIONS", help="more options of `lowtide launch`, in quotes")

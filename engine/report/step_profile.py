@@ -227,5 +227,10 @@ class ProfileSection(StepFeature):
 
 def profiles_in(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the profiles that `save` has written in a folder, by rank."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(folder).rglob(_NAME.format("*"))]
-    return sorted(found, key=lambda one: int(one["rank"]))
+    found = []
+    for path in Path(folder).rglob(_NAME.format("*")):
+        try:
+            found.append((int((profile := json.loads(path.read_text(encoding="utf-8")))["rank"]), profile))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: expected a profile that lowtide has written ({error!r})") from error
+    return [profile for _, profile in sorted(found, key=lambda one: one[0])]

@@ -77,6 +77,11 @@ def test_every_command_has_such_a_parser_and_help_with_examples(name: str, capsy
     with pytest.raises(SystemExit) as caught:
         main([name, "--help"])
     assert caught.value.code == 0 and f"\nexamples:\n  lowtide {name}" in capsys.readouterr().out
+    actions = [one.choices or () for one in command._actions if one.dest in ("action", "command")]
+    for action in [action for choices in actions for action in choices]:
+        with pytest.raises(SystemExit):
+            main([name, action, "--help"])
+        assert f"\n  lowtide {name} {action}" in capsys.readouterr().out
 
 
 def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,7 +175,19 @@ PLAN = "plan zero3 --layers 2 --hidden 64 --heads 2 --vocab 100"
         ("report folder --png no/s.png", "argument --png: expected a file in an existing folder"),
         ("report folder --html a.html --json", "argument --json: not allowed with argument --html"),
         ("report folder --html a.html --rank 0", "--rank: expected none with --html, whose page shows all ranks"),
-        ("plan --params 7b --gpus 4 --tokens 1T", "found --gpus, --tokens without CONFIG: --params takes no CONFIG"),
+        (
+            f"{PLAN} --png front",
+            "argument --png: expected a name that ends with one of .",
+        ),
+        (f"{PLAN} --png front.pgn", 'found "front.pgn"'),
+        ("plan --params 7b --gpus 8 --tokens 1T", "found --gpus, --tokens without CONFIG: --params takes no CONFIG"),
+        (
+            "tune zero3 --launch --quiet-ranks x.py",
+            'expected one argument; if its value begins with "-", write OPT',
+        ),
+        ("env --measure folder", 'argument --measure: expected the name of a file, found the folder "folder"'),
+        ("env --measure --json", "--json: expected none with --measure"),
+        ("env --measure --folder no", "--folder: expected an existing folder that you may write, found no"),
         (f"{PLAN} --ranks 8", "found --ranks with CONFIG: --params takes no CONFIG"),
         ("plan zero3 --params 7b", "found --params with CONFIG: --params takes no CONFIG, only --ranks and --fp32"),
     ],

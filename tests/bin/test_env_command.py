@@ -15,6 +15,7 @@ from torch.utils import collect_env
 
 from lowtide.bin import env
 from lowtide.bin.main import main
+from lowtide.engine.plan.measured import Measured
 from lowtide.kernels.cpu_build import BuildError, find_compiler
 from tests.kit.training import refusal
 
@@ -71,6 +72,10 @@ def test_what_was_removed_cannot_be_written_or_measured_is_said(
     assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 1
     assert "lowtide env: rank 0 of 2 failed: no output" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    (tmp_path / "machine.json").write_text("{")  # damaged: the planner's error says to measure again
+    monkeypatch.setattr(env, "measure", lambda *_: Measured({}))
+    assert main(["env", "--measure", str(tmp_path / "machine.json")]) == 0
+    assert '"format"' in (tmp_path / "machine.json").read_text()
 
 
 NO_COMPILER = "CXX is 'no-such-compiler', and this program does not exist"

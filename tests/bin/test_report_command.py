@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -56,16 +55,10 @@ def test_ranks_of_a_larger_run_before_are_not_shown(tmp_path: Path, capsys: Capt
 def test_a_picture_that_cannot_be_drawn_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    saved(tmp_path, 0, 1)
-    replace(reports_in(tmp_path)[0], samples=[("forward", {"parameter_bytes": 1})]).save(tmp_path)
-    for picture, text in (
-        ("a.pgn", "lowtide report: Format 'pgn' is not supported"),
-        ("a.png", 'a picture needs matplotlib: pip install "lowtide[examples]"'),
-    ):
-        if picture == "a.png":
-            monkeypatch.setitem(sys.modules, "matplotlib", None)
-        assert main([str(tmp_path), "--png", str(tmp_path / picture)]) == 1
-        assert text in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "--png", str(tmp_path / "a.png")])
+    assert 'argument --png: a picture needs matplotlib: pip install "lowtide[examples]"' in capsys.readouterr().err
 
 
 def test_a_folder_without_reports(tmp_path: Path, capsys: Capture) -> None:
@@ -74,6 +67,13 @@ def test_a_folder_without_reports(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "memory-rank0.json").write_text("{}")
     assert main([str(tmp_path)]) == 1
     assert "expected a file that engine.memory_report().save() has written" in capsys.readouterr().err
+    for name, content, text in (
+        ("metrics.csv", "epoch,loss\n0,1.5\n", "expected a folder with metrics.csv (csv_monitor), a profile or"),
+        ("profile-rank0.json", "{", "profile-rank0.json: expected a profile that lowtide has written"),
+    ):
+        (tmp_path / name).write_text(content)
+        assert main([str(tmp_path), "--html", str(tmp_path / "run.html")]) == 1
+        assert text in capsys.readouterr().err
 
 
 # -- `--html FILE`: one file, as a browser shows it ------------------------------------------------------------------

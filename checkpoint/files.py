@@ -29,11 +29,11 @@ _MAX_BYTES = 200  # of a name: file systems allow 255, and prefixes are added
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be saved or read. Names the file, and says what is intact."""
+    """A checkpoint could not be saved or read. Names the file and the intact checkpoints."""
 
 
 class NoCheckpointError(CheckpointError):
-    """There is no checkpoint at the given place."""
+    """The folder has no checkpoint."""
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -180,7 +180,7 @@ class Engine(ModuleFacade):
         return self._features.get(MemoryReports).recording()
 
     def memory_report(self) -> MemoryReport:
-        """Return what this rank holds now, the peak of a recorded step (when, held by what), and the prediction.
+        """Return this rank's present memory, the peak of a recorded step (its moment and owners), and the prediction.
 
         A step is recorded by `record_memory`, or by the section `memory_report` of the config.
         """
@@ -296,7 +296,7 @@ class Engine(ModuleFacade):
 
     @exclusive
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return function(*args, **kwargs), which is a forward of the engine as a whole.
+        """Return function(*args, **kwargs), and count it as a single forward of the engine.
 
         For trainers whose step calls the model, or parts of it, in any way, and computes the loss itself: a method of
         the module, such as Lightning's `training_step`. Inputs are passed unchanged: give them on the device and in
@@ -315,7 +315,7 @@ class Engine(ModuleFacade):
             return self._runner.run(self._steps, function, args, kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return the loss, whose `backward()` then does the same as `engine.backward`.
+        """Return the loss, so that its `backward()` does the same as `engine.backward`.
 
         So float16's loss scale applies from the loss on, and the result of the step has the loss. Its value does not
         change. Raises ValueError if it is no loss, ().
@@ -342,11 +342,11 @@ class Engine(ModuleFacade):
         return self._runner.model_call.whole_output(output, tokens)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """A context whose backwards do not complete the step: `accumulate(last=False)`, under DDP's name."""
+        """Backwards in this context do not complete the step: `accumulate(last=False)`, under DDP's name."""
         return self.accumulate(last=False)
 
     def accumulate(self, last: bool) -> AbstractContextManager[None]:
-        """A context that says whether its backwards complete the step, after which `step` updates.
+        """In this context `last` says whether backwards complete the step, so that `step` updates.
 
         For loops that count microbatches themselves. A backward outside of such a context then completes the step.
         Gradients are still divided by gradient_accumulation_steps: leave it at 1 and weigh the losses.
@@ -401,7 +401,7 @@ class Engine(ModuleFacade):
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """A context in which no parameter of the engine requires a gradient. Inputs still get gradients."""
+        """In this context no parameter of the engine requires a gradient. Inputs still get gradients."""
         # Only these, so that parameters that the caller has frozen stay frozen at the end.
         trained = [param for param in self.module.parameters() if param.requires_grad]
         for param in trained:
@@ -477,7 +477,7 @@ class Engine(ModuleFacade):
 
     @contextmanager
     def gathered(self, *params: nn.Parameter, modify: bool = False) -> Iterator[None]:
-        """A context in which the given parameters (none: all) are full. All ranks must enter it.
+        """In this context the given parameters (none: all) are full. All ranks must enter it.
 
         Each rank may run the model inside it alone, until a step changes the parameters. modify: parameters may be
         changed inside, on every rank alike; the changes reach shards and master weights at the end. Without it a
@@ -505,7 +505,7 @@ class Engine(ModuleFacade):
 
     @exclusive
     def state_dict(self) -> dict[str, Tensor]:
-        """Return full parameters and buffers under the model's names, on the CPU, on rank 0; {} on other ranks.
+        """Return full parameters and buffers under the model's names, on the CPU, on rank 0; {} elsewhere.
 
         All ranks must call it. Gathers and copies unit by unit.
         """
@@ -514,7 +514,7 @@ class Engine(ModuleFacade):
 
     @exclusive
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Load rank 0's full parameters and buffers, in the form of `state_dict`; other ranks may pass {}.
+        """Load rank 0's full parameters and buffers, in the form of `state_dict`; rank 1 and so on may pass {}.
 
         All ranks must call it. Raises ValueError as `load_weights`, which reads files, each rank only its shards.
         """
@@ -602,7 +602,7 @@ class Engine(ModuleFacade):
 
     @exclusive
     def set_local(self, param: nn.Parameter | str, value: Tensor, state: str | None = None) -> None:
-        """Sets what `local` shows to `value`, (n,).
+        """Set the value that `local` shows to `value`, (n,).
 
         All ranks must call it, each with its own part; ranks that hold the same part (replicas) with equal values.
         """
@@ -615,7 +615,7 @@ class Engine(ModuleFacade):
 
         As if their entries of a torch optimizer's `state` were deleted: for restarts of some weights, as in ReLoRA.
         Weights and learning rates do not change. All ranks must call it with the same parameters, between steps:
-        StateError at any other time. Raises ValueError for frozen parameters, and with 1-bit optimizers.
+        StateError at a different time. Raises ValueError for frozen parameters, and with 1-bit optimizers.
         """
         self._steps.check_between("engine.reset_states()")
         with self._steps.apart(Activity.WEIGHTS, Access.CHANGES):
@@ -629,7 +629,7 @@ class Engine(ModuleFacade):
         rank's shard, (n,). It has the master weights' dtype, without float16's loss scale. None for a frozen
         parameter. Call it between a backward and `engine.step()`. Between the microbatches of a step it has the
         microbatches so far: the call sums terms that are not reduced yet (stages 0 and 1, replicas), but `local`
-        raises StateError. StateError at any other time, and with `update_in_backward`, which keeps no gradients.
+        raises StateError. StateError at a different time, and with `update_in_backward`: it keeps no gradients.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             return self._gradients.gradient(param, local)
@@ -640,7 +640,7 @@ class Engine(ModuleFacade):
 
         value: rank 0's, of the parameter's shape and any dtype; or with `local` this rank's part, (n,), equal on
         replicas; or None: the step leaves the parameter unchanged, as torch does if `param.grad` is None. All ranks
-        must call it, at the times of `gradient`, and before `clip_grad_norm_`: StateError at any other time. Raises
+        must call it, at the times of `gradient`, and before `clip_grad_norm_`: StateError at a different time. Raises
         ValueError for another shape, and for a frozen parameter.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
@@ -653,8 +653,8 @@ class Engine(ModuleFacade):
         They are multiplied by max_norm / (norm + 1e-6), if that is below 1. torch's clip_grad_norm_ over
         `engine.parameters()` is this call. norm_type: 2 or inf. If a gradient is not finite, the norm is NaN; with
         `error_if_nonfinite` RuntimeError. All ranks must call it, between the backward of the last microbatch and
-        `engine.step()`: StateError at any other time, and with `update_in_backward`. ValueError if `gradient_clipping`
-        of the config clips to another norm.
+        `engine.step()`: StateError otherwise, and with `update_in_backward`. ValueError if `gradient_clipping` of the
+        config clips to another norm.
         """
         return self._gradients.clip(max_norm, norm_type, error_if_nonfinite)
 
@@ -671,8 +671,8 @@ class Engine(ModuleFacade):
         """Clamp each element of the gradients of the coming step to [-clip_value, clip_value].
 
         Like torch.nn.utils.clip_grad_value_, on the mean over microbatches and ranks. All ranks must call it, between
-        the backward of the last microbatch and `engine.step()`, and before `clip_grad_norm_`: StateError at any other
-        time, and with `update_in_backward`.
+        the backward of the last microbatch and `engine.step()`, and before `clip_grad_norm_`: StateError at a
+        different time, and with `update_in_backward`.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             self._gradients.clip_values(float(clip_value))
@@ -819,7 +819,7 @@ class Engine(ModuleFacade):
         self._features.get(AveragedWeights).keep(decay)
 
     def ema_weights(self) -> AbstractContextManager[None]:
-        """A context in which the averages are the weights: for `eval_step`, forwards, `state_dict` and `export`.
+        """In this context the averages are the weights: for `eval_step`, forwards, `state_dict` and `export`.
 
         All ranks must enter and leave it. At the end every weight has its bits of before. Raises ValueError without
         `ema`. Calls inside it that would change the weights (`backward`, `step`, `gathered(modify=True)`,

@@ -18,7 +18,7 @@ from .tensor_chunk import round_up
 
 
 class OffloadError(RuntimeError):
-    """Bytes could not be kept or moved. Says where (file, rank, key or pool), what was expected, and what was found."""
+    """Bytes could not be kept or moved. Names the place (file, rank, key or pool), the expected and the found value."""
 
 
 _HUGE_PAGE_BYTES = 2 << 20

@@ -127,7 +127,7 @@ def plan(
     machine: Machine | None = None,
     num_alternatives: int = 10,
 ) -> Plan:
-    """Predict what a config takes on `world_size` ranks, and search for the fastest config that fits.
+    """Predict the memory and time of a config on `world_size` ranks, and search for the fastest config that fits.
 
     Nothing is started or allocated. model: a module on any device, or a callable that builds it. config: as for
     `initialize`; keys with the value "auto" are chosen. device_memory: bytes of a device. hosts: number of hosts;

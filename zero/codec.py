@@ -60,6 +60,10 @@ class Codec:
         """Whether this rank's term may lie in the sum, of that dtype, instead of in the message."""
         return self.axis.transport.sums_here and self.dtype == dtype
 
+    def sums_in_place(self, dtype: torch.dtype) -> bool:
+        """Whether an all-reduce needs no message: it begins and ends in the shard, of that dtype."""
+        return not self.axis.transport.sums_here and self.dtype == dtype
+
     def next_message(self, numel: int) -> Tensor | None:
         """Return the memory that `open_message` will return, to write early; None if it is not free yet."""
         return self.axis.transport.next_slot(numel, self.dtype)
@@ -69,10 +73,12 @@ class Codec:
         return self.axis.transport.open_slot(numel, self.dtype, what)
 
     def staged(self, shard: Tensor, what: str) -> Tensor:
-        """Copy a shard into a message for `all_reduce`, which writes its result to the shard.
+        """Copy a shard into a message for `all_reduce`, which writes its result to the shard. See `sums_in_place`.
 
         This rank's part is left out if the transport reads it from the shard.
         """
+        if self.sums_in_place(shard.dtype):
+            return shard
         own = self._left_out(shard)
         message = self.open_message(self.staged_numel(shard), what)
         message[: own.start].copy_(shard[: own.start])

@@ -153,6 +153,9 @@ class PowerSGDReducer(GradientReducer):
         group = self._group
         return group.axes.states if group.axes.states.size > 1 else group.axes.replicas
 
+    def staging_axis(self, boundary: bool, has_shard: bool) -> Axis | None:
+        return self._axis if boundary and self._goes_thin(has_shard) else super().staging_axis(boundary, has_shard)
+
     def next_message(self, axis: Axis, has_shard: bool) -> Tensor | None:
         return None if self._goes_thin(has_shard) else super().next_message(axis, has_shard)
 

@@ -8,8 +8,11 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 import lowtide
+from lowtide.comm.axis import Terms
+from lowtide.comm.native import NativeTransport
 from lowtide.comm.shared_segment import REDUCED, SharedCounters
 from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
 from tests.kit import models
@@ -37,6 +40,25 @@ def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
     assert_alike([ranks(4, train_hearing_late, case)[0], ranks(4, train, case)[0]])
 
 
+def train_in_place(case: Case) -> Outcome:
+    all_reduce = NativeTransport.all_reduce
+
+    def in_place(transport: NativeTransport, slot: Tensor, out: Tensor, what: str) -> Terms:
+        assert slot.data_ptr() == out.data_ptr(), what
+        return all_reduce(transport, slot, out, what)
+
+    with mock.patch.object(NativeTransport, "all_reduce", in_place):
+        return train(case)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_backend_sums_over_replicas_where_the_sum_lies(ranks: RankPool, stage: int) -> None:
+    size, config = (4, HYBRID) if stage else (2, {})
+    native, plain = ({**config, "communication": {"transport": transport}} for transport in ("native", "sockets"))
+    in_place = ranks(size, train_in_place, MLP.at(stage, config=native))[0]
+    assert_alike([in_place, ranks(size, train, MLP.at(stage, config=plain))[0]])
+
+
 def step_after_two_backwards(cases: list[Case]) -> list[float]:
     """Norms. Both backwards are the last of their step, as far as is known when they run."""
     norms = []
@@ -56,12 +78,12 @@ def test_another_backward_adds_to_a_sum_that_was_final(ranks: RankPool) -> None:
         (model(*models.vector_batch_float64(number, 2)) / 4).backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), torch.inf).item()
     case = Case(models.mlp_float64, models.vector_batch_float64)
-    transports = [{"communication": {"transport": transport}} for transport in ("shared_memory", "sockets")]
+    transports = [{"communication": {"transport": transport}} for transport in ("shared_memory", "sockets", "native")]
     cases = [
         one for transport in transports for one in (case.at(0, config=transport), case.at(2, config=transport | HYBRID))
     ]
     found = ranks(4, step_after_two_backwards, cases)[0]
-    assert found == pytest.approx([norm] * 4, rel=1e-6)  # it is shown in float32
+    assert found == pytest.approx([norm] * 6, rel=1e-6)  # it is shown in float32
 
 
 # -- hpZ of ZeRO++ ----------------------------------------------------------------------------------------------------

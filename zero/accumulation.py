@@ -133,6 +133,7 @@ class Staging:
             if (gradient := param.grad) is not None
             and gradient.dtype == param.dtype
             and not gradient.is_sparse
+            and gradient.is_contiguous()  # CUDA's kernel copies memory in its order
             and not start <= gradient.data_ptr() < end  # it already lies in its region
         ]
         if len(gradients) < len(params):

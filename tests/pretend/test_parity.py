@@ -6,13 +6,15 @@ features, pairs that wait more often, and sums over microbatches beside each pla
 
 import gc
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowtide
 from lowtide.kernels.exact_sum import NUM_LIMBS, value_of
@@ -20,6 +22,7 @@ from tests.kit.models import short_gpt, tied_gpt, token_batch
 from tests.kit.ranks import on_device
 from tests.kit.training import Case, Outcome, train
 from tests.pretend.group import register
+from tests.pretend.test_host_waits import WIDTH, make_engine
 from tests.zero import test_early_staging, test_unused_parameters
 
 SHORT = Case(short_gpt, token_batch, steps=2, accumulation=2, clip=0.5)
@@ -117,3 +120,26 @@ def test_an_engine_on_the_host_takes_a_batch_of_the_device() -> None:
             found = engine.train_step((given,)).loss
             expected = torch.func.functional_call(nn.Linear(4, 1), weights, batch * 2).mean()
             assert found.item() == pytest.approx(expected.item(), rel=1e-6), is_trained
+
+
+def joined_as_cuda_does(gradients: Sequence[Tensor], dim: int, num_chunks: int, out: Tensor) -> None:
+    """`torch._chunk_cat` of torch's TensorShape.cu takes what is dense in the order of its memory."""
+    out.copy_(torch.cat([one.as_strided((one.numel(),), (1,)) for one in gradients]).view_as(out))
+
+
+@on_device()
+def test_a_gradient_in_another_order_of_memory_is_copied_by_its_elements() -> None:
+    def turn(param: Tensor) -> None:
+        param.grad = param.grad.t().contiguous().t()  # type: ignore[union-attr]  # as `torch.linalg.qr` returns it
+
+    found = []
+    for is_turned in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, WIDTH)
+        with patch.object(torch, "_chunk_cat", joined_as_cuda_does), make_engine(model, {}) as engine:
+            if is_turned:
+                model.weight.register_post_accumulate_grad_hook(turn)
+            engine.backward(engine(torch.randn(2, WIDTH)).square().mean())
+            engine.step()
+            found.append(engine.state_dict()["weight"])
+    assert torch.equal(*found)

@@ -231,4 +231,5 @@ def unpacked_signs(packed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weights(device: torch.device) -> Tensor:
-    return torch.tensor([128, 64, 32, 16, 8, 4, 2, 1], dtype=torch.uint8).to(device)
+    # Made on the device: the host would wait for a copy.
+    return 1 << torch.arange(SIGNS_PER_BYTE - 1, -1, -1, dtype=torch.uint8, device=device)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..comm import Axis, Collectives, Pending, regions_of
-from ..offload import bytes_in_memory
+from ..offload import bytes_in_memory, sent
 from .accumulation import Region
 from .codec import Codec
 from .gradient_reducer import GradientReducer, GradientStats
@@ -258,7 +258,7 @@ class PowerSGDReducer(GradientReducer):
         name = zlib.crc32(self._group.layout.names[thin.index].encode())
         drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)
         q = torch.randn(thin.columns, thin.rank, generator=drawn, dtype=torch.float64)
-        return orthogonal(q).to(self._group.full.device, self._wide)
+        return sent(orthogonal(q).to(self._wide).contiguous(), self._group.full.device)
 
     def _finish(self, axis: Axis, total: Tensor, shard: Tensor, counts: bool) -> None:
         """total: (padded_numel,)."""

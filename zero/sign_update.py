@@ -85,6 +85,7 @@ class SignMean:
     layout: SignLayout
     exchange: Collectives
     what: str
+    device: torch.device
     worker_error: Tensor = field(init=False)  # (padded_numel,)
     server_error: Tensor = field(init=False)  # (elements of the region,)
 
@@ -92,12 +93,9 @@ class SignMean:
         place = self.exchange.place
         region, whole = self.layout.regions[place], self.layout.regions[-1].stop
         sizes = (whole, region.stop - region.start) if self.exchange.size > 1 else (0, 0)
-        self.worker_error, self.server_error = (torch.zeros(size, dtype=self.layout.dtype) for size in sizes)
-
-    def to(self, device: torch.device) -> SignMean:
-        """Move the errors to a device."""
-        self.worker_error, self.server_error = self.worker_error.to(device), self.server_error.to(device)
-        return self
+        self.worker_error, self.server_error = (
+            torch.zeros(size, dtype=self.layout.dtype, device=self.device) for size in sizes
+        )
 
     @property
     def nbytes(self) -> int:
@@ -252,7 +250,7 @@ class SignUpdate(FusedUpdate):
             group = shard.group
             exchange = group.axes.exchange_along(AXIS)
             layout = SignLayout.of(group.layout, exchange.size, shard.form.master_dtype)
-            self._means[id(shard)] = SignMean(layout, exchange, group.plan.name).to(group.shard.device)
+            self._means[id(shard)] = SignMean(layout, exchange, group.plan.name, group.shard.device)
 
     def forget_states(self, shard: ShardState) -> None:
         shard.memory.forget()

@@ -151,7 +151,6 @@ OTHER_PEAKS: dict[str | frozenset[str], str] = {
 FIRST_STEPS = {
     "pipeline": 1,  # stages agree on shapes
     "split layers": 1,  # and are compared with whole ones
-    "power sgd": 2,  # the second one makes what it keeps
 }
 """How many steps at the beginning may wait more often."""
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
+from lowtide.kernels.quantized_blocks import packed_signs, unpacked_signs
 from lowtide.zero.codec import Codec
 from tests.kit.features import (
     FIRST_STEPS,
@@ -275,3 +276,12 @@ def test_pieces_of_a_gradient_get_the_order_of_ranks_without_a_wait() -> None:
         codec.reduce_scatter(staged, None, "a gradient")
     assert not waits, "\n".join(map(str, waits))
     assert sent[0].tolist() == [2, 3, 6, 7, 0, 1, 4, 5]
+
+
+@on_device()
+def test_signs_are_packed_without_a_wait() -> None:
+    values = torch.arange(-8.0, 8.0, device="pretend")
+    with device.host_waits() as waits:
+        signs = unpacked_signs(packed_signs(values), torch.float32)
+    assert not waits, "\n".join(map(str, waits))
+    assert signs.tolist() == [-1] * 8 + [1] * 8

@@ -77,7 +77,7 @@ def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
     config.set_value("scheduler.params.total_num_steps", num_steps, "the number of steps")
     warmup = args.get_warmup_steps(num_steps)
     section = config.values.get("scheduler")
-    if warmup and isinstance(section, dict) and str(config.found("scheduler.type")).lower() in _WITH_WARMUP:
+    if warmup and isinstance(section, dict):
         # "auto", not the number: a second training may have another.
         section.setdefault("params", {}).setdefault("warmup_num_steps", "auto")
     # A schedule needs at least a step of warmup.
@@ -131,12 +131,16 @@ def refuse(args: Any, config: EngineConfig) -> None:
         ("optim", args.optim if _is_in_backward(args.optim) else None, "it updates in the backward; use adamw_torch"),
     ]
     if config.has("scheduler"):
+        kind, why = str(config.found("scheduler.type")), "the config has a scheduler; leave one of them out"
         other = None if (name := _name(args.lr_scheduler_type)) == "linear" else name
-        found.append(("lr_scheduler_type", other, "the config has a scheduler; leave one of them out"))
+        found += [("lr_scheduler_type", other, why), ("lr_scheduler_kwargs", args.lr_scheduler_kwargs, why)]
+        if kind.lower() not in _WITH_WARMUP:
+            found.append(("warmup_steps", args.warmup_steps, f'the scheduler "{kind}" of the config has no warmup'))
         found.append(("auto_find_batch_size", args.auto_find_batch_size, _ONE_SCHEDULE))
     if config.has("optimizer"):
+        why = "the config has an optimizer; leave one of them out"
         other = None if (name := _name(args.optim)) in _TORCH_ADAMW else name
-        found.append(("optim", other, "the config has an optimizer; leave one of them out"))
+        found += [("optim", other, why), ("optim_args", args.optim_args, why)]
     # With a single host the argument changes nothing.
     if args.save_on_each_node and args.world_size > int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size)):
         found.append(("save_on_each_node", True, "all hosts write one checkpoint into a shared folder"))

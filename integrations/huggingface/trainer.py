@@ -57,6 +57,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
     lr_scheduler: Any
     model_wrapped: Any
     optimizer: Any
+    optimizer_cls_and_kwargs: Any
     _created_lr_scheduler: bool
 
     def __init__(
@@ -72,6 +73,13 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         self._lowtide: EngineConfig | None = None
         self._num_params = 0  # of the whole model, without embeddings
         super().__init__(*args, **kwargs)
+        given = {"optimizer": self.optimizer or self.optimizer_cls_and_kwargs, "scheduler": self.lr_scheduler}
+        for section, found in given.items():
+            if found is not None and self._lowtide is not None and self._lowtide.has(section):
+                raise ValueError(
+                    f"{section}: found both the section in the config and the Trainer's argument optimizers or "
+                    "optimizer_cls_and_kwargs. Leave one of them out"
+                )
 
     # -- accelerator and engine -----------------------------------------------------------------------------------
 

@@ -105,19 +105,29 @@ def test_a_missing_option_of_the_optimizer_is_that_of_the_arguments(tmp_path: Pa
     assert params_of({"type": "SGD"}, **OPTIONS)["lr"] == 2e-3
 
 
-@pytest.mark.parametrize(("kind", "default"), [("WarmupLR", 1000), ("constant", 0), ("StepLR", None)])
-def test_a_missing_warmup_of_the_scheduler_is_that_of_the_arguments(
-    tmp_path: Path, kind: str, default: int | None
-) -> None:
-    params = {"step_size": 3} if kind == "StepLR" else {}
+@pytest.mark.parametrize(("kind", "default"), [("WarmupLR", 1000), ("constant", 0)])
+def test_a_missing_warmup_of_the_scheduler_is_that_of_the_arguments(tmp_path: Path, kind: str, default: int) -> None:
     for given, expected in ((0, [default, default]), (0.1, [4, 8])):
         options = args(tmp_path, warmup_steps=given)
-        config = config_of({"optimizer": {"type": "AdamW"}, "scheduler": {"type": kind, "params": params}}, options)
+        config = config_of({"optimizer": {"type": "AdamW"}, "scheduler": {"type": kind}}, options)
         found = []
         for num_steps in (40, 80):  # a second training of the trainer
             fill_steps(config, options, num_steps)
-            found.append(config.check().model_dump()["scheduler"]["params"].get("warmup_num_steps"))
-        assert found == (expected if default is not None else [None, None])
+            found.append(config.check().model_dump()["scheduler"]["params"]["warmup_num_steps"])
+        assert found == expected
+
+
+def test_an_optimizer_or_schedule_beside_the_configs_is_an_error(tmp_path: Path) -> None:
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+    schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
+    cases: Any = (
+        ("optimizers", (sgd, None)),
+        ("optimizer_cls_and_kwargs", (torch.optim.SGD, {})),
+        ("optimizers", (None, schedule)),
+    )
+    for section, (name, value) in zip(("optimizer", "optimizer", "scheduler"), cases, strict=True):
+        said = refusal(trainer, str(tmp_path), AUTO, **{name: value})
+        assert said.startswith(f"{section}: found both the section in the config and the Trainer's argument")
 
 
 def test_text_that_is_the_value_of_an_argument_contradicts_nothing(tmp_path: Path) -> None:
@@ -166,6 +176,7 @@ def test_a_contradiction_is_an_error_that_names_both(tmp_path: Path, path: str, 
 ZERO3: Any = "zero3"
 IN_BACKWARD = {"zero_optimization": {"update_in_backward": True}}
 LAYERWISE = "galore_adamw_layerwise"
+ONE_CYCLE = {"optimizer": AUTO["optimizer"], "scheduler": {"type": "OneCycle"}}
 
 
 @pytest.mark.parametrize(
@@ -176,6 +187,13 @@ LAYERWISE = "galore_adamw_layerwise"
         (ZERO3, {"optim": LAYERWISE}, "found optim=OptimizerNames.GALORE_ADAMW_LAYERWISE: it updates"),
         (ZERO3, {"bf16_full_eval": True}, "bf16_full_eval needs bf16=True"),
         (AUTO, {"optim": "sgd"}, "found optim=sgd: the config has an optimizer"),
+        (AUTO, {"optim_args": "amsgrad=True"}, "found optim_args=amsgrad=True: the config has an optimizer"),
+        (
+            AUTO,
+            {"lr_scheduler_kwargs": {"num_cycles": 2}},
+            "found lr_scheduler_kwargs={'num_cycles': 2}: the config",
+        ),
+        (ONE_CYCLE, {"warmup_steps": 2}, 'found warmup_steps=2: the scheduler "OneCycle" of the config has no warmup'),
         (AUTO, {"lr_scheduler_type": "cosine"}, "found lr_scheduler_type=cosine: the config has a scheduler"),
         (AUTO, {"auto_find_batch_size": True}, "a training with smaller batches would go on with the schedule of the "),
         (IN_BACKWARD, {}, "expected max_grad_norm=0 with update_in_backward"),

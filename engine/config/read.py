@@ -122,7 +122,7 @@ def _find(source: str | os.PathLike[str]) -> Path:
     what = "is a folder, not a file" if text and path.is_dir() else "no such file"
     beside = [str(other) for other in path.parent.glob("*.json")] if path.parent.is_dir() else []
     near = difflib.get_close_matches(text, beside, n=3) + difflib.get_close_matches(path.stem, names, n=3)
-    hint = f"; did you mean {' or '.join(quoted(item) for item in near)}" if near else ""
+    hint = "; did you mean " + " or ".join(f'"{printable(item)}"' for item in near) if near else ""
     fault = Fault("", "file", f"{what}: {shown}{hint}; the presets are {', '.join(names)}")
     raise ConfigError([fault], shown)
 

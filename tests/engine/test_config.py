@@ -171,9 +171,11 @@ def test_base64_text_is_a_config() -> None:
 
 
 def test_a_missing_file_names_near_files_and_the_presets(tmp_path: Path) -> None:
-    (tmp_path / "run.json").touch()
-    text = refusal(Config.load, str(tmp_path / "runn.json"))
-    assert f"no such file: {tmp_path}/runn.json; did you mean " in text and f"{tmp_path}/run.json" in text
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    (folder / "run.json").touch()
+    text = refusal(Config.load, str(folder / "runn.json"))
+    assert f'no such file: {folder}/runn.json; did you mean "{folder}/run.json"' in text
     assert "the presets are auto, zero0, zero0-bf16, zero1" in text
     assert 'did you mean "zero3"' in refusal(Config.load, "zeroo3")
     assert "is a folder, not a file" in refusal(Config.load, tmp_path)

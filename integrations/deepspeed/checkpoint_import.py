@@ -23,7 +23,7 @@ from ..checkpoint.writer import write_part
 from ..engine.archive.run_state import encode_client_state, random_state
 from ..engine.config.config import Config
 from ..optimizers import OPTIMIZERS
-from .checkpoint_files import COUNTERS, DeepSpeedCheckpoint, is_deepspeed_checkpoint, load_pickle, read_deepspeed
+from .checkpoint_files import COUNTERS, DeepSpeedCheckpoint, load_pickle, read_deepspeed
 
 
 def import_deepspeed(
@@ -36,10 +36,9 @@ def import_deepspeed(
     """
     found = read_deepspeed(folder_path(source), tag)
     folder = CheckpointFolder(folder_path(target))
-    if is_deepspeed_checkpoint(folder.path / found.tag):
+    if os.path.lexists(folder.path / found.tag):  # DeepSpeed's checkpoint, or that of a training with lowtide
         raise CheckpointError(
-            f"{folder.path}: expected another folder than DeepSpeed's, found its checkpoint '{found.tag}', which the "
-            "import would replace. Name a new folder"
+            f"{folder.path}: expected a folder without '{found.tag}', which the import would replace. Name a new folder"
         )
     notes: list[str] = []
     own_state = {

@@ -239,12 +239,14 @@ def test_states_of_the_callers_optimizer_are_taken_over(tmp_path: Path, kind: st
     engine.destroy()
 
 
-def test_an_import_does_not_replace_what_it_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_import_replaces_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(DATA / "pipeline", tmp_path / "saved")
-    before = sorted((tmp_path / "saved").rglob("*"))
-    assert main(["import", str(tmp_path / "saved"), str(tmp_path / "saved")]) == 1
-    assert f"{tmp_path}/saved: expected another folder than DeepSpeed's, found its " in capsys.readouterr().err
-    assert sorted((tmp_path / "saved").rglob("*")) == before
+    assert main(["import", str(tmp_path / "saved"), str(tmp_path / "ours")]) == 0
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for target in (tmp_path / "saved", tmp_path / "ours"):  # what it reads, and a training with lowtide
+        assert main(["import", str(tmp_path / "saved"), str(target)]) == 1
+        assert f"{target}: expected a folder without 'global_step" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_what_zero_to_fp32_has_written_becomes_safetensors(tmp_path: Path) -> None:

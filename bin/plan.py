@@ -195,6 +195,9 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         return calibrated(machine, measured.factors[arguments.device])
     if changes.keys() - {"device_bytes"}:
         raise ValueError(f"--machine: {arguments.machine} has the machine's speeds; leave out options that set them")
+    if not measured.by_ranks:
+        advice = f"lowtide env --measure {arguments.machine}"
+        raise ValueError(f"--machine: expected measured speeds, found only factors of `lowtide tune`; first: {advice}")
     memory = changes.get("device_bytes", psutil.virtual_memory().total / per_host)
     machine = Machine.measured(measured, per_host, memory)
     return replace(calibrated(machine, measured.factor(device_key("cpu", per_host))), num_hosts=num_hosts)

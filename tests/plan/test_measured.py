@@ -129,6 +129,9 @@ def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest
     assert "a device to spare" in capsys.readouterr().out
     assert main([*arguments, "--intra", "1GB"]) == 1
     assert "has the machine's speeds; leave out options that set them" in capsys.readouterr().err
+    Measured({}, {"cpu, 2 ranks a host": Factors()}).write(tmp_path / "machine.json")  # as `lowtide tune` does
+    assert main(arguments) == 1
+    assert "expected measured speeds, found only factors of `lowtide tune`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -30,6 +30,8 @@ from .unit import Unit, Use
 
 R = TypeVar("R")
 
+_MADE_IN = "lowtide: the use of a block that made this tensor"
+
 
 class UnitHooks:
     """Tells a `UnitSequence` when units are used.
@@ -126,9 +128,15 @@ class UnitHooks:
                 self._on_block()
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            use = uses.pop()
-            if use is not None and (tensors := _tensors_with_graph(output)):
-                self._on_first_gradient(tensors, partial(UnitSequence.enter_backward, weakref.proxy(sequence), use))
+            if (use := uses.pop()) is not None:
+                made = []
+                for tensor in _tensors_with_graph(output):
+                    # A tensor that the block passes on as it is, such as a dropped layer, belongs to the use before.
+                    node: Any = tensor.grad_fn
+                    if node is None or node.metadata.setdefault(_MADE_IN, use) is use:
+                        made.append(tensor)
+                if made:
+                    self._on_first_gradient(made, partial(UnitSequence.enter_backward, weakref.proxy(sequence), use))
             sequence.leave(unit)
 
         self._add(unit.module.register_forward_pre_hook(before, prepend=True))

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.zero.group import ShardedGroup
 from tests.kit.ranks import RankPool, on_ranks
-from tests.kit.training import refusal, settings
+from tests.kit.training import differences, refusal, settings
 
 WIDTH = 4
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -29,13 +29,18 @@ NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "10"))
 Calls = tuple[tuple[str, tuple[int, ...]], ...]  # (how, blocks) one behind the other
 
 
+class Block(nn.Sequential):
+    def forward(self, x: Tensor, is_dropped: bool = False) -> Tensor:
+        return x if is_dropped else x + super().forward(x)
+
+
 class Model(nn.Module):
-    """Makes the calls that it is told to make."""
+    """Makes the calls that it is told to make. ~1 is a call of block 1 that drops it: returns its input itself."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(Block(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(num_blocks))
         self.last = nn.Linear(WIDTH, 1)
         self.double()
 
@@ -54,7 +59,7 @@ class Model(nn.Module):
 
     def _run(self, numbers: Sequence[int], x: Tensor) -> Tensor:
         for number in numbers:
-            x = x + self.blocks[number](x)
+            x = self.blocks[max(number, ~number)](x, number < 0)
         return x
 
 
@@ -91,7 +96,9 @@ def random_program(seed: int, world_size: int) -> Program:
         for _ in range(choose.choice([0, 1, 1, 2, 3])):
             how = choose.choice(hows)
             longest = 5 if how == "plain" else 3
-            found.append((how, tuple(choose.choices(range(num_blocks), k=choose.randint(0, longest)))))
+            found.append(
+                (how, tuple(choose.choices(range(-num_blocks // 2, num_blocks), k=choose.randint(0, longest))))
+            )
         return tuple(found)
 
     def microbatch() -> Microbatch:
@@ -253,6 +260,17 @@ def forward_alone() -> float:
 def test_a_forward_on_one_rank_alone_while_all_is_gathered(ranks: RankPool) -> None:
     first, second = ranks(2, forward_alone)
     assert first == second > 0
+
+
+@on_ranks(2)
+def test_a_dropped_block_is_not_updated_in_the_backward() -> None:
+    states = []
+    for numbers in ((0, ~1, ~0, 2), (0, 2)):
+        torch.manual_seed(0)
+        with lowtide.initialize(Model(3), config_of(zero_optimization={"update_in_backward": True})) as engine:
+            engine.train_step(batch_of((("plain", numbers),)))
+            states.append(engine.state_dict())
+    assert differences(*states) == []
 
 
 @on_ranks(2)

@@ -198,10 +198,11 @@ class NamedState:
             for param_shard in shard.param_shards if shard.form.is_mixed else ():
                 own = values_of(part_of(shard.group.own_values(changes=True), param_shard.in_shard))
                 own.copy_(values_of(shard.master_of(param_shard)))
-        # Full parameters have old values of other ranks: released, they are gathered anew. Memory at rest is refreshed.
+        # Full parameters have old values of other ranks, also if `UnitSequence.read` keeps them: released, they are
+        # gathered anew. Memory at rest is refreshed.
         for group in groups:
             if group.frees_memory:
-                group.release()
+                group.release_kept()
         pending = [group.refresh() for group in groups]
         for one in pending:
             one.wait()

@@ -448,3 +448,25 @@ def test_states_that_cannot_be_reset_are_refused(optimizer: dict[str, Any], name
             engine.backward(engine(torch.ones(2, 7)).sum())
         words = "engine.reset_states(): expected a call between steps"
         assert words in refusal(engine.reset_states, "0.weight", kind=StateError)
+
+
+class ReadBeside(nn.Module):
+    """Reads a weight of its block outside of the block's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.blocks[1](self.blocks[0](x)) @ self.blocks[0].weight).sum()
+
+
+@on_ranks(2)
+def test_values_that_are_set_replace_those_that_stay_gathered() -> None:
+    value, x = torch.randn(4, 4), torch.randn(2, 4)
+    with start(Case(ReadBeside, models.token_batch, 3, config=SOCKETS)) as engine, torch.no_grad():
+        engine(x)
+        engine.set_full("blocks.0.weight", value)
+        blocks = [{name: engine.full(f"blocks.{number}.{name}") for name in ("weight", "bias")} for number in (0, 1)]
+        first = nn.functional.linear(x, **blocks[0])
+        assert torch.equal(engine(x), (nn.functional.linear(first, **blocks[1]) @ value).sum())

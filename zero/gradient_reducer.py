@@ -58,8 +58,10 @@ class GradientReducer:
         if self._group.axes.states.size > 1:
             return self._group.axes.states
         # With a sum of earlier microbatches in the shard, the message is made from the shard: see `sum`.
-        has_message = boundary and not has_shard and self.sums() and not self._replicas.sums_in_place(self._dtype)
-        return self._group.axes.replicas if self._group.axes.replicas.size > 1 and has_message else None
+        replica_axis = self._group.axes.replicas
+        if replica_axis.size == 1 or not boundary or has_shard or not self.sums():
+            return None
+        return None if self._replicas.sums_in_place(self._dtype) else replica_axis
 
     @property
     def adds_exactly(self) -> bool:

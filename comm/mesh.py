@@ -92,9 +92,8 @@ class Mesh:
             rank = ranks.index(world.rank)
             channel = AxisRecorder(recorder, error_broadcast, world.progress, number, ranks)
             made: Transport
-            if group is None:
-                made = SoloTransport(world.device)
-            elif transport == "shared_memory":
+            assert group is not None  # `lines` and `wide` name axes of several ranks
+            if transport == "shared_memory":
                 exchange, own_pids = partial(gather_objects, group=group), [pids[member] for member in ranks]
                 made = SharedMemoryTransport(rank, ranks, places, own_pids, exchange, world.timeout_seconds, channel)
             elif transport == "sockets":

@@ -141,15 +141,6 @@ class Profile:
         return bases
 
     @property
-    def peak_bytes(self) -> int:
-        """The peak of the forward and backward of the whole model."""
-        bases = self.base_bytes().values()
-        return max(
-            base + max(part.forward_peak_bytes, part.backward_peak_bytes)
-            for base, part in zip(bases, self.parts.values(), strict=True)
-        )
-
-    @property
     def loss_bytes(self) -> int:
         """The peak of the part after the blocks (head, logits, loss), relative to its start."""
         *_, before, last = self.parts.values()

@@ -20,6 +20,7 @@ from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import differences, refusal, settings
 
 CONFIG = settings()
+HALF = {"gradient_predivide_factor": 2.0}
 
 
 class Net(nn.Module):
@@ -126,6 +127,18 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: train_on_iterator_with_rows(2, 3),
         "ValueError: batch: expected microbatches of 2 rows (train_micro_batch_size_per_gpu) from the "
         "iterator given to train_step, found 3 in microbatch 1.",
+    ),
+    "uneven tensors": (
+        lambda: initialize().train_step((torch.randn(2, 4), torch.ones(3))),
+        "ValueError: batch: expected tensors of the same size along dimension 0, found sizes [2, 3]; train_step splits",
+    ),
+    "rows that do not divide": (
+        lambda: step_on(5, train_micro_batch_size_per_gpu=None, gradient_accumulation_steps=3),
+        "ValueError: batch: expected a number of rows that gradient_accumulation_steps (3) divides, found 5",
+    ),
+    "loss of another engine": (
+        lambda: initialize(**HALF).backward(initialize(**HALF)(torch.randn(2, 4))),
+        "StateError: engine.backward(loss): expected a loss of this engine, found the output of another engine; call",
     ),
     "empty model": (
         lambda: initialize(nn.Identity()),

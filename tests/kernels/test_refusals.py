@@ -43,6 +43,11 @@ OF_LOSSES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
         r"expected labels of shape \(2,\), for hidden of shape \(2, 8\); found \(3,\)",
     ),
     (partial(linear_cross_entropy, chunk_bytes=0), (X, W, LABELS), "expected chunk_bytes above 0, found 0"),
+    (
+        partial(cross_entropy, backend="fast"),  # type: ignore[arg-type]
+        (X, LABELS),
+        'cross_entropy: expected backend "auto" or "triton" or "reference", found "fast"',
+    ),
 ]
 OF_MODULES: list[tuple[Callable[..., Any], tuple[Any, ...], str]] = [
     (rms_norm, (X, torch.ones(7)), r"^rms_norm: expected weight of shape \(8,\), .*; found \(7,\)"),

@@ -203,6 +203,7 @@ class FusedUpdate:
             yield _of_part(shard, part, of_part, runs, steps)
 
     def states_of(self, shard: ShardState, param_shard: ParamShard, changes: bool) -> dict[str, Memory]:
+        shard.memory.make()  # updates in the backward leave out a shard that nobody has used
         return shard.states_of(param_shard, changes)
 
     def make_states(

@@ -244,9 +244,7 @@ class TorchUpdate:
 
     def states_of(self, shard: ShardState, param_shard: ParamShard, changes: bool) -> dict[str, Memory]:
         """Return the states of a piece. Zeros if the parameter has none yet, which `scalar_states` reports."""
-        if id(shard) not in self._inner:
-            return {}
-        inner = self._inner[id(shard)]
+        inner = self._inner_of(shard)
         flat = next(one for one in inner.flats if one.run.start <= param_shard.offset_in_shard < one.run.end)
         state = inner.state_of(flat)
         # A load fills the states that `make_states` has made: writes to zeros that nobody keeps would be lost.
@@ -299,9 +297,7 @@ class TorchUpdate:
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         """Return the states that are not elementwise, mostly the step."""
         found: dict[int | str, Mapping[str, Any] | None] = {}
-        if id(shard) not in self._inner:
-            return found
-        inner = self._inner[id(shard)]
+        inner = self._inner_of(shard)
         for flat in inner.flats:
             state = inner.state_of(flat)
             key = flat.run.options_index if flat.parameter is None else shard.group.layout.names[flat.parameter]
@@ -322,6 +318,14 @@ class TorchUpdate:
         optimizer = self._factory([param])
         optimizer.step()
         return {name: v.dtype for name, v in optimizer.state[param].items() if _is_elementwise(v, param)}
+
+    def _inner_of(self, shard: ShardState) -> _Inner:
+        """Return the optimizer of a shard after a step, which may have left all of the shard out."""
+        inner = self._inner.get(id(shard))
+        if inner is None:
+            inner = self._make_inner(shard)
+            inner.cut(shard.group.param_shards, set(range(len(shard.group.params))))
+        return inner
 
     def _make_inner(self, shard: ShardState) -> _Inner:
         views = [nn.Parameter(shard.master[run.start : run.end]) for run in shard.runs.all]

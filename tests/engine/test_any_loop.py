@@ -625,7 +625,7 @@ def test_what_an_update_in_backward_cannot_take_in_or_back_is_refused() -> None:
         with engine_for(1, update_in_backward=True) as engine:
             loss_of(engine).backward()
             text = refusal(ask, engine, kind=StateError)
-            assert "after the last backward of a step, " in text and f", found {what}; put" in text
+            assert "after the last backward of a step, " in text and f"found {what} after the backward has" in text
 
 
 def test_a_backward_in_another_call_of_its_engine_is_refused() -> None:

@@ -188,7 +188,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
         ),
         (
             lambda engine: engine.set_gradient("first.bias", torch.ones(7)),
-            (SET, "a trained parameter, found 'first.bia"),
+            (SET, "a trained parameter, found the frozen 'first.bia"),
         ),
         (lambda engine: engine.set_gradient("bias", torch.ones(7)), (SET, "a parameter of the model or its name")),
     ],

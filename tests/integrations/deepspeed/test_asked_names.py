@@ -106,7 +106,7 @@ def test_types_of_parameters_and_buffers() -> None:
     assert (config.param_dtype, config.buffer_dtype, config.grad_accum_dtype) == ("bf16", "fp16", None)
     assert config.dtype_of_buffers is torch.float16
     for wrong, said in (
-        ({"param_dtype": "fp16"}, 'fp16.enabled choose (torch.float32), found "fp16". Change one'),
+        ({"param_dtype": "fp16"}, 'fp16.enabled choose (torch.float32), found "fp16". Change either'),
         ({"buffer_dtype": "int4"}, 'data_types.buffer_dtype: expected one of fp32, bf16, fp16, found "int4"'),
         ({"buffer_dtyp": "bf16"}, "data_types.buffer_dtyp: unknown key"),
     ):

@@ -123,6 +123,10 @@ class UnitHooks:
         self._uses.append(uses)
 
         def before(module: nn.Module, args: Any) -> None:
+            for value in args:
+                node: Any = value.grad_fn if isinstance(value, Tensor) else None
+                if node is not None:
+                    node.metadata.setdefault(_MADE_IN, None)
             uses.append(sequence.enter(unit))
             if self._on_block is not None:
                 self._on_block()
@@ -131,7 +135,7 @@ class UnitHooks:
             if (use := uses.pop()) is not None:
                 made = []
                 for tensor in _tensors_with_graph(output):
-                    # A tensor that the block passes on as it is, such as a dropped layer, belongs to the use before.
+                    # A tensor that the block passes on as it is, such as a dropped layer, was made before this use.
                     node: Any = tensor.grad_fn
                     if node is None or node.metadata.setdefault(_MADE_IN, use) is use:
                         made.append(tensor)

@@ -145,8 +145,10 @@ def _step_in_its_place(
 ) -> None:
     """Run the engine's step in a hook of the caller's optimizer. It leaves no gradient for that optimizer."""
     engine, name = reference(), f"{type(optimizer).__name__}.step()"
-    if engine is None or any(one is not None for one in (*args[1:], *kwargs.values())):  # the first is the optimizer
+    if engine is None:
         raise StateError(BY_HAND.format(what=name))
+    if any(one is not None for one in (*args[1:], *kwargs.values())):  # the first is the optimizer
+        raise StateError(f"{name}: expected no closure, found a closure; run the backward before the call")
     # In the middle of a step `Engine.step` does nothing. For a step of torch's optimizer that would be silent.
     before = engine.global_step
     engine.step()

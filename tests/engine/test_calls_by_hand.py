@@ -289,23 +289,24 @@ def test_a_step_of_the_own_optimizer_is_that_of_the_engine(stage: int) -> None:
         words = "AdamW.step(): expected a call after the last microbatch of a step"
         assert words in refusal(own.step, kind=StateError)
         backward(engine, 1)
-        calls: dict[str, Callable[[], Any]] = {
-            "AdamW.step()": lambda: own.step(float),
-            "engine.optimizer.step()": engine.optimizer.step,
-        }
-        for name, call in calls.items():
-            assert refusal(call, kind=StateError) == (
-                f"{name}: expected engine.step(), which updates the shards of all ranks with the reduced gradients, "
-                "found a call of the optimizer, which has no gradients; call engine.step() instead. zero_grad() is not "
-                "needed"
-            )
+        assert refusal(own.step, float, kind=StateError) == (
+            "AdamW.step(): expected no closure, found a closure; run the backward before the call"
+        )
+        assert refusal(engine.optimizer.step, kind=StateError) == (
+            "engine.optimizer.step(): expected engine.step(), which updates the shards of all ranks with the reduced "
+            "gradients, found a call of the optimizer, which has no gradients; call engine.step() instead. zero_grad() "
+            "is not needed"
+        )
         before = engine.full("last.weight")
         options = own.state_dict()  # before the first step there are no states
         own.step()
         assert engine.global_step == 1
         assert not torch.equal(engine.full("last.weight"), before)
         assert not own.state
-        calls = {"state_dict": own.state_dict, "load_state_dict": partial(own.load_state_dict, options)}
+        calls: dict[str, Callable[[], Any]] = {
+            "state_dict": own.state_dict,
+            "load_state_dict": partial(own.load_state_dict, options),
+        }
         for name, call in calls.items():
             assert refusal(call, kind=StateError) == (
                 f"AdamW.{name}(): expected engine.save_checkpoint and engine.load_checkpoint, which save and load the "

@@ -49,7 +49,6 @@ from ...comm import Mesh, Pending, World
 from ...kernels.optimizer_step import UpdateLaunches
 from ...model.patches import ModelPatches
 from ...watch.log import logger
-from ...zero.autograd import forget_accumulators
 from ...zero.gradient import GradientState
 from ...zero.hooks import UnitHooks
 from ...zero.optimizer import ShardedOptimizer
@@ -429,7 +428,6 @@ class GraphRunner(ModelRunner):
         try:
             with _captures(self._torch.graph(graph, self._pool, self._stream, capture_error_mode=_MODE)):
                 try:
-                    self._find_accumulators()
                     loss = self._record(steps, ready)
                 except Exception as error:
                     first = error  # the end of an invalid capture raises another error, without the cause
@@ -443,8 +441,6 @@ class GraphRunner(ModelRunner):
             # torch leaves the stream of the capture current if the capture cannot end.
             torch.accelerator.set_stream(stream)
             steps.scale.on_device = None
-            # Again, since eager backwards must not run on the stream of the capture.
-            self._find_accumulators()
         logger.info(
             "compile.graphs: captured microbatch %d of a step, with inputs %s (graph %d of %d)",
             steps.accumulated.num_microbatches + 1,
@@ -453,13 +449,6 @@ class GraphRunner(ModelRunner):
             self._max_graphs,
         )
         return _Graph(graph, self._inputs[shapes], loss, self._state(steps, before))
-
-    def _find_accumulators(self) -> None:
-        """Make the nodes that accumulate gradients anew: autograd runs them on the stream that was current then."""
-        for unit in self.passes.units:
-            unit.accumulators.clear()
-            forget_accumulators(unit.params())
-            unit.find_accumulators()
 
     def _record(self, steps: Steps, ready: Any) -> Tensor:
         with self.passes.failing_forward():

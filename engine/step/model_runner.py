@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...comm import Activity, Mesh, Progress
 from ...model.patches import ModelPatches
-from ...zero.autograd import current_graph_task
+from ...zero.autograd import current_graph_task, forget_accumulators
 from ...zero.hooks import UnitHooks
 from ...zero.sequence import StateError, UnitSequence
 from ...zero.unit import Unit
@@ -128,6 +128,8 @@ class ModelRunner:
         self._module = module
         self._hooks = hooks
         self.model_call = model_call
+        self._device = mesh.world.device
+        self._gradient_stream: int | None = None  # id of the stream on which autograd accumulates; None: not asked
         self._progress = mesh.world.progress
         self._patches = patches
 
@@ -186,10 +188,23 @@ class ModelRunner:
     def watch_backwards(self, steps: Steps, call_guard: CallGuard) -> None:
         self._implicit = ImplicitBackward(self.passes, steps, call_guard, self._progress)
         implicit = self._implicit
-        self.passes.set_listeners(steps.begin_use, implicit.begin, implicit.end, implicit.abort)
+        begin_use = steps.begin_use if self._device.type == "cpu" else partial(self._begin_use, steps)
+        self.passes.set_listeners(begin_use, implicit.begin, implicit.end, implicit.abort)
         # Else torch's function is not replaced: a seed of 1 needs no search of graphs.
         if steps.scale.can_differ_from_1:
             self._patches.callback(on_backward_start(steps.scale.begin))
+
+    def _begin_use(self, steps: Steps) -> None:
+        stream = torch.accelerator.current_stream(self._device).stream_id
+        if stream != self._gradient_stream and torch.is_grad_enabled():
+            # Autograd accumulates a gradient, and runs our hooks, on the stream that was current when its node was
+            # made. On another stream than the forward's they would free memory that the backward still uses.
+            self._gradient_stream = stream
+            for unit in self.passes.units:
+                unit.accumulators.clear()
+                forget_accumulators(unit.params())
+                unit.find_accumulators()
+        steps.begin_use()
 
     def take_part(self, steps: Steps, call: Call) -> None:
         if call in (Call.BACKWARD, Call.LAST_BACKWARD):

@@ -267,3 +267,15 @@ def test_an_update_is_between_what_was_given_before_and_after_it() -> None:
     delayed.end()
     delayed.close()
     assert after.tolist() == [14.0] * 3
+
+
+@on_device()
+def test_a_training_may_move_to_another_stream() -> None:
+    for stage in (0, 3):
+        with make_engine(Net(2), {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}) as engine:
+            default, side = torch.accelerator.current_stream(), torch.Stream("pretend")
+            for before, now in ((side, default), (default, side), (side, default)):
+                now.wait_stream(before)
+                with now:
+                    for _ in range(2):
+                        engine.train_step((torch.randn(4, WIDTH),))

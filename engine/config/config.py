@@ -427,7 +427,7 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
         path = f"{path}[{part}]" if isinstance(part, int) else join(path, part)
     name, found, context = detail["type"], detail.get("input"), detail.get("ctx", {})
     if name == "extra_forbidden":
-        return unknown_key(path, str(loc[-1]), _known_keys(loc, tag))
+        return _unknown(path, loc, tag)
     if name == "missing":
         return Fault(path, "missing", "must be given: it has no default")
     # Only "auto" without a meaning is left: `translate` has taken out each "auto" that it knows.
@@ -457,17 +457,34 @@ def _fault(detail: dict[str, Any], values: Mapping[str, Any]) -> Fault:
     return Fault(path, kind, f"{expected}, found {quoted(found)}{fix}")
 
 
+def _unknown(path: str, loc: tuple[int | str, ...], tag: str) -> Fault:
+    """Return the fault of the unknown key at `loc`. tag: type of the optimizer or scheduler."""
+    *above, key = map(str, loc)
+    below = [
+        join(name, key)
+        for name, section in _sections_with(tag).items()
+        if name.startswith(".".join(above)) and key in section.json_keys()
+    ]
+    if len(below) == 1:
+        return Fault(path, "unknown", f'unknown key {quoted(key)}; did you mean "{below[0]}"?')
+    return unknown_key(path, key, _known_keys(loc, tag))
+
+
 def _known_keys(loc: tuple[int | str, ...], tag: str) -> list[str]:
     """Return the keys that may stand next to the unknown key at `loc`. tag: type of the optimizer or scheduler."""
-    sections: dict[str, type[Section]] = {
+    sections, path = _sections_with(tag), ".".join(str(part) for part in loc[:-1])
+    # Only the sections of optimizer and scheduler are not in the list, since their classes depend on the type.
+    fields = sections[path].json_keys() if path in sections else ["type", "params"]
+    return fields + other_keys(path)
+
+
+def _sections_with(tag: str) -> dict[str, type[Section]]:
+    """Return path -> class of all sections. tag: type of the optimizer or scheduler."""
+    return {
         **sections_of(Config),
         "optimizer.params": OPTIMIZERS[tag].params if tag in OPTIMIZERS else Section,
         "scheduler.params": SCHEDULER_PARAMS.get(tag, Section),
     }
-    path = ".".join(str(part) for part in loc[:-1])
-    # Only the sections of optimizer and scheduler are not in the list, since their classes depend on the type.
-    fields = sections[path].json_keys() if path in sections else ["type", "params"]
-    return fields + other_keys(path)
 
 
 def _sections(section: Section) -> Iterator[ConfigSection]:

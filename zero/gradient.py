@@ -371,13 +371,11 @@ class GroupGradient:
     def _drop_untouched(self) -> None:
         """Set `grad` to None if nothing was added to it."""
         assert self.shard is not None
-        for param_view, param in zip(self.group.layout.param_views, self.group.params, strict=True):
+        memory = self.shard.untyped_storage().data_ptr()  # `data_ptr` of an empty part would be 0
+        for param in self.group.params:
             # Autograd raises the counter of a tensor that it adds to in place. A hook may have set another tensor.
-            if (
-                param.grad is not None
-                and param.grad._version == 0
-                and param.grad.data_ptr() == self.shard[param_view.offset_in_flat :].data_ptr()
-            ):
+            grad = param.grad
+            if grad is not None and grad._version == 0 and grad.untyped_storage().data_ptr() == memory:
                 param.grad = None
 
     def _open_shard(self) -> Tensor:

@@ -135,11 +135,13 @@ def test_lists_train_as_in_one_process(ranks: RankPool, num_ranks: int) -> None:
     check(ranks, num_ranks, ROWS[num_ranks], 1e-9)
 
 
-@on_ranks(2)
-def test_what_nobody_calls_stays_as_it_was() -> None:
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@on_ranks("num_ranks")
+def test_what_nobody_calls_stays_as_it_was(num_ranks: int) -> None:
     """AdamW would change it by its decay, as it changes what is called with no rows."""
-    case = replace(case_of(skipping_some, 1), config={})
-    whole, found = train_all([case, case.at(3, config=EXPERT)])
+    case, pipeline = replace(case_of(skipping_some, 1), config={}), {"pipeline": num_ranks // 2}
+    split = case.at(3, config={"parallel": {**pipeline, "expert": 2}})
+    whole, found = train_all([case.at(1, config={"parallel": pipeline}), split])
     assert_close(found, whole, 1e-9, 1e-9)
 
 

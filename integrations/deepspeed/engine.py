@@ -322,11 +322,15 @@ class DeepSpeedEngine(nn.Module):
         If an error in a backward has dropped them, the next microbatch is the first of the step at each stage.
         """
         if self.lowtide.microbatches_lost:
-            # The lost microbatches must be trained again, so the count goes back to the start of the step.
-            self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+            self._begin_step_again()
             self.lowtide.zero_grad()
         elif self._config.stage < 2 or self.lowtide.is_step_complete:
             self.lowtide.zero_grad()
+
+    def _begin_step_again(self) -> None:
+        """Count from the step's first microbatch: the gradients so far are gone, and must be computed again."""
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+        self._num_backwards = 0
 
     @property
     def gradient_average(self) -> bool:
@@ -525,8 +529,9 @@ class DeepSpeedEngine(nn.Module):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Load rank 0's state dict of the module. `checkpoint` may have it under "module"."""
+        """Load rank 0's state dict of the module. `checkpoint` may have it under "module". A begun step begins anew."""
         _refuse_custom(custom_load_fn)
+        self._begin_step_again()
         values = checkpoint.get("module", checkpoint)
         self.lowtide.load_state_dict(values, strict)
 
@@ -634,6 +639,7 @@ class DeepSpeedEngine(nn.Module):
             logger.warning("load_checkpoint: %s", error)
             return None, None
         path, stepped = checkpoint.path, self._stepped
+        self._begin_step_again()
         if load_module_only or not load_optimizer_states:
             self.lowtide.load_weights(path, load_module_strict)
             client_state = read_client_state(checkpoint.own_state(0))

@@ -318,16 +318,20 @@ def fail(gradient: torch.Tensor) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("is_loss", [False, True])
-def test_a_step_that_an_error_has_cut_begins_again_after_zero_grad(is_loss: bool) -> None:
-    """is_loss: by `loss.backward()`, whose error goes past the engine, and `zero_grad` comes next."""
+@pytest.mark.parametrize("cut", ["backward", "loss", "load"])
+def test_a_step_that_was_cut_begins_again(cut: str) -> None:
+    """By an error, after which `zero_grad` comes (in `loss.backward()` it goes past the engine), or by new weights."""
     found = []
-    for fails in (False, True):
+    is_loss = cut == "loss"
+    for is_cut in (False, True):
         engine = engine_of(2, scheduler=None)
         ((x, y),) = own_batches(1)
-        if fails:
+        if is_cut:
             engine.backward(engine(x, y))
             engine.step()
+        if is_cut and cut == "load":
+            engine.load_module_state_dict(engine.module_state_dict())
+        elif is_cut:
             hook = engine.module.c.weight.register_hook(fail)
             loss = engine(x, y)
             with pytest.raises(ZeroDivisionError):

@@ -257,7 +257,7 @@ class DeepSpeedEngine(nn.Module):
         result = self.lowtide.step() if has_begun else None
         is_made = self.lowtide.global_step != number
         if result is None or not is_made:  # no backward since the last step, so no gradients
-            self._check_no_gradients()
+            self._check_no_gradients(self.lowtide.microbatches_done)
             if self._stepped is not None:
                 # The engine steps the schedule with its updates. It made none, but DeepSpeed steps the schedule then.
                 self._stepped.step()
@@ -280,8 +280,13 @@ class DeepSpeedEngine(nn.Module):
         self.global_samples += num_samples
         self.skipped_steps += was_skipped
 
-    def _check_no_gradients(self) -> None:
-        """Raise UsageError for gradients that the caller set by hand: the engine does not see them."""
+    def _check_no_gradients(self, num_earlier: int) -> None:
+        """Raise UsageError for gradients of microbatches before the last, or set by hand: the engine cannot use them."""
+        if num_earlier:
+            raise UsageError(
+                f"engine.step(): expected a backward of the last microbatch of the step, found {num_earlier} of earlier "
+                "microbatches alone. Call backward for this microbatch too"
+            )
         found = [name for name, param in self.module.named_parameters() if param.grad is not None]
         if found:
             raise UsageError(

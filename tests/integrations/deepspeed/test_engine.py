@@ -494,6 +494,10 @@ def test_what_deepspeed_asserts_says_what_to_do() -> None:
         assert "cannot be entered inside itself" in asserted(within, engine.no_sync())
     engine.destroy()
     engine = engine_of(1)
+    engine.backward(engine(*batch))
+    engine.step()
+    assert "expected a backward of the last microbatch of the step, found 1 of earlier" in asserted(engine.step)
+    engine.zero_grad()
     engine.set_gradient_accumulation_boundary(True)
     engine.module.c.bias.grad = torch.ones(4)
     said = "engine.step(): expected gradients of a backward, found none, but the .grad of 'c.bias' is set by hand"

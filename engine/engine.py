@@ -337,7 +337,7 @@ class Engine(ModuleFacade):
 
         With `parallel.tensor`, vocab-parallel logits become a whole tensor. With `parallel.sequence`, tensors with a
         rank's tokens in dimension 1 get all tokens, and a loss, (), is summed over the ranks' parts. Anything else is
-        unchanged. tokens: of the whole sequences. All ranks with the same batch must call it.
+        unchanged. tokens: their number in a whole sequence. All ranks with the same batch must call it.
         """
         return self._runner.model_call.whole_output(output, tokens)
 

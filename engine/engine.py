@@ -627,9 +627,9 @@ class Engine(ModuleFacade):
 
         It has the parameter's shape on every rank, and all ranks must call it; or with `local` it is the part in this
         rank's shard, (n,). It has the master weights' dtype, without float16's loss scale. None for a frozen
-        parameter. Call it between a backward and `engine.step()`. Between the microbatches of a step it has the
-        microbatches so far: the call sums terms that are not reduced yet (stages 0 and 1, replicas), but `local`
-        raises StateError. StateError at a different time, and with `update_in_backward`: it keeps no gradients.
+        parameter, and without `local` if no rank has used it. Call it between a backward and `engine.step()`. Between
+        microbatches it has those so far: the call sums terms that are not reduced yet (stages 0 and 1, replicas), but
+        `local` raises StateError. StateError at a different time, and with `update_in_backward`: it keeps no gradients.
         """
         with self._steps.apart(Activity.WEIGHTS, Access.NOTHING):
             return self._gradients.gradient(param, local)

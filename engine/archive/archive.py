@@ -62,7 +62,7 @@ class Archive:
         self.named.mesh.fence("the end of what reads the weights")
         with torch.no_grad():
             averages.swap(shown)
-        self.named.publish()
+        self.named.publish(ends_graphs=False)
 
     def load_weights(self, path: str | os.PathLike[str], strict: bool) -> None:
         """See `Engine.load_weights`."""

@@ -186,10 +186,11 @@ class NamedState:
         """Return True if any range of this rank is also on another rank."""
         return any(group.axes.replicas.size > 1 for group in self.groups)
 
-    def publish(self, groups: Sequence[ShardedGroup] | None = None) -> None:
+    def publish(self, groups: Sequence[ShardedGroup] | None = None, ends_graphs: bool = True) -> None:
         """Bring weights that were changed in place to their computed copies, on all ranks. A collective.
 
-        groups: the changed groups; None: all.
+        groups: the changed groups; None: all. ends_graphs: autograd refuses backwards of earlier forwards, as after any
+        change in place; False if the weights of these forwards come back.
         """
         # Changes of 8-bit values are in a float32 copy until here.
         self.optimizer.flush()
@@ -203,6 +204,8 @@ class NamedState:
         for group in groups:
             if group.frees_memory:
                 group.release_kept()
+            if ends_graphs:
+                torch.autograd.graph.increment_version(group.params)
         pending = [group.refresh() for group in groups]
         for one in pending:
             one.wait()

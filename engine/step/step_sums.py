@@ -246,6 +246,11 @@ def non_finite_error(mesh: Mesh, gradients: Sequence[GroupGradient], done: int, 
     """Return the error that names the step, the parameter and the rank. A collective. done: steps before this step."""
     own = [gradient.non_finite for gradient in gradients if gradient.non_finite is not None]
     found = [item for items in mesh.world.gather_objects(own) for item in items]
+    if not found:
+        return NonFiniteGradientError(
+            f"step {done + 1}: expected finite gradients, found a sum of squares that is not finite, and later only "
+            f"finite values: something has written to the gradients in between. {outcome}"
+        )
     # A rank whose term is bad is the cause. Without such a rank finite terms overflowed in their sum.
     first = next((item for item in found if item.rank is not None), found[0])
     producer = f"rank {first.rank}" if first.rank is not None else "the sum over ranks"

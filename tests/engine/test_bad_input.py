@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.engine.step.batch import ModelCall
-from lowtide.engine.step.step_sums import NonFiniteGradientError
+from lowtide.engine.step.step_sums import NonFiniteGradientError, non_finite_error
 from lowtide.zero.gradient_reducer import GradientStats
 from tests.kit.models import linear_chain
 from tests.kit.ranks import RankPool, on_ranks
@@ -337,7 +337,9 @@ def test_a_finite_gradient_whose_square_is_not_is_named_too() -> None:
         engine.backward(engine(torch.ones(1, 4, dtype=torch.float64)).sum() * 1e160)
         with pytest.raises(NonFiniteGradientError) as caught:
             engine.step()
+        unseen = str(non_finite_error(engine._mesh, (), 2, "No parameter was updated."))
     assert "found 1.0e+160, whose square is not, in the gradient of 'weight' on rank 0" in str(caught.value)
+    assert unseen.startswith("step 3: expected finite gradients, found a sum of squares that is not finite")
 
 
 def test_what_another_stage_adds_to_a_tied_weight_is_not_this_ranks() -> None:

@@ -465,6 +465,11 @@ class ReadBeside(nn.Module):
 def test_values_that_are_set_replace_those_that_stay_gathered() -> None:
     value, x = torch.randn(4, 4), torch.randn(2, 4)
     with start(Case(ReadBeside, models.token_batch, 3, config=SOCKETS)) as engine, torch.no_grad():
+        with torch.enable_grad():
+            loss = engine(x)
+        engine.set_full("blocks.0.weight", value)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            engine.backward(loss)
         engine(x)
         engine.set_full("blocks.0.weight", value)
         blocks = [{name: engine.full(f"blocks.{number}.{name}") for name in ("weight", "bias")} for number in (0, 1)]

@@ -18,6 +18,7 @@ from lowtide.engine.config.translate import ALIASES
 _WIDTH = 100
 API, CONFIG = (Path(__file__).with_name(name) for name in ("api.md", "config.md"))
 NO_EFFECT, UNSUPPORTED = "No effect here: ", "Not supported yet: "
+SWITCH = "Turns it on."
 HEAD = """# Python API
 
 All that `import lowtide` offers. See also [config keys](config.md) and [commands](commands.md).
@@ -120,7 +121,7 @@ def _keys_table(schema: Any, path: str) -> str:
     section = _section(schema, path)
     aliases = {alias.rpartition(".")[2] for alias in ALIASES if alias.rpartition(".")[0] == path}
     rows = [
-        f"| `{key}` | {_kind(schema, one)} | {_default(section, key, one)} | {_text(one)} |"
+        f"| `{key}` | {_kind(schema, one)} | {_default(section, key, one)} | {_meaning(schema, section, one)} |"
         for key, one in section["properties"].items()
         if _works(one) and key not in aliases and not (path == "top" and _is_section(schema, one))
     ]
@@ -243,6 +244,13 @@ def _default(section: Any, key: str, one: Any) -> str:
         return "required"
     default = one.get("default")
     return "" if isinstance(default, dict) else f"`{json.dumps(default)}`"
+
+
+def _meaning(schema: Any, section: Any, one: Any) -> str:
+    """The text of a key; that of the section for a key that turns it on, and for a key that holds a section."""
+    if "description" in one:
+        return _text(section) if one["description"] == SWITCH else _text(one)
+    return next((_text(option) for option in _alternatives(schema, one) if "properties" in option), "")
 
 
 def _text(one: Any) -> str:

@@ -225,7 +225,7 @@ def batch_keys(config: Any) -> dict[str, int]:
 
 
 class ElasticityConfig(SwitchedSection):
-    """A global batch for many numbers of ranks: see docs/config.md. Batch sizes are not given with it."""
+    """Choose a global batch that many numbers of ranks divide, in place of given batch sizes."""
 
     max_train_batch_size: _BatchLimit | None = None
     """The largest global batch. Required if enabled."""

@@ -23,7 +23,7 @@ class KernelsConfig(ConfigSection):
     """Fused kernels: see docs/kernels.md."""
 
     backend: BackendName = "auto"
-    """Default of all kernels below. "auto": Triton on a GPU if installed, else eager torch (on the CPU a C++ kernel for
+    """Backend of all kernels below. "auto": Triton on a GPU if installed, else eager torch (on the CPU a C++ kernel for
     the optimizer). "triton": Triton, or an error. "reference": eager torch."""
 
     fuse_modules: Annotated[
@@ -34,22 +34,22 @@ class KernelsConfig(ConfigSection):
     compiled blocks to torch.compile. Or a list of the keys below up to linear_cross_entropy."""
 
     rms_norm: BackendName | None = None
-    """nn.RMSNorm, and the norms of Llama, Mistral, Qwen and Gemma. null: backend."""
+    """Backend of nn.RMSNorm, and of the norms of Llama, Mistral, Qwen and Gemma. null: backend."""
 
     gated_mlp: BackendName | None = None
-    """SwiGLU and GeGLU of Llama, Mistral, Qwen and Gemma. null: backend."""
+    """Backend of SwiGLU and GeGLU in Llama, Mistral, Qwen and Gemma. null: backend."""
 
     rotary_embedding: BackendName | None = None
-    """Rotation of queries and keys. null: backend."""
+    """Backend of the rotation of queries and keys. null: backend."""
 
     cross_entropy: BackendName | None = None
-    """nn.CrossEntropyLoss, and the loss of causal language models. null: backend."""
+    """Backend of nn.CrossEntropyLoss, and of the loss of causal language models. null: backend."""
 
     linear_cross_entropy: BackendName | None = None
-    """Fused head and loss of causal language models, without logits. null: backend."""
+    """Backend of the fused head and loss of causal language models, without logits. null: backend."""
 
     optimizer_step: BackendName | None = None
-    """The optimizer's update. null: backend."""
+    """Backend of the optimizer's update. null: backend."""
 
     def backend_of(self, kernel: str) -> BackendName:
         """Return the backend of a kernel of KERNEL_NAMES."""

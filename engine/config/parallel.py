@@ -24,12 +24,12 @@ class ParallelConfig(ConfigSection):
     """Between split layers, each rank of `tensor` has a part of the tokens. See docs/parallelism.md."""
 
     sequence: Positive = 1
-    """Ranks that share each sequence, in consecutive parts. They take the same data. See docs/long-sequences.md. 1:
-    whole sequences."""
+    """Ranks that share each sequence, in consecutive parts. They take the same data. See
+    docs/long-sequences.md. 1: whole sequences."""
 
     expert: Positive = 1
-    """Data-parallel ranks that share the experts of a layer; tokens go to their experts. See docs/parallelism.md. 1:
-    all experts on each rank."""
+    """Data-parallel ranks that share the experts of a layer; tokens go to their experts. See
+    docs/parallelism.md. 1: all experts on each rank."""
 
     @property
     def ranks_of_sample(self) -> int:
@@ -62,8 +62,8 @@ class TensorParallelConfig(ConfigSection):
 
     plan: dict[str, str] | None = None
     """Layer name pattern -> "column", "row", "vocabulary", "column_gathered", "experts", "partial" or "whole";
-    "column/3" for a layer of three equal parts. Overrides the model's own plan and known layer names. null: only
-    these."""
+    "column/3" for a layer of three equal parts. Overrides the model's plan and known layer names. null: only
+    the model's plan and known names."""
 
     def notes(self, config: Any) -> list[str]:
         return self.idle("parallel.tensor is 1") if config.parallel.tensor == 1 else []
@@ -84,7 +84,7 @@ class PipelineConfig(ConfigSection):
     """How a pipeline runs a step: see docs/pipeline.md."""
 
     schedule: str = Field(default="1f1b", min_length=1)
-    """gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a schedule file."""
+    """Order of the work: gpipe, 1f1b, interleaved, zb-h1, zb-v, dualpipe-v, or the path of a schedule file."""
 
     chunks: Positive | None = None
     """Stages on each rank. null: the fewest that the schedule takes."""

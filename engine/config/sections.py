@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, NonNegative, Positive, worded
+from ...configs.section import Bool, Dtype, Float, Folder, Int, Natural, Positive, worded
 from .errors import ConfigSection, Fault, SwitchedSection, Wanted, needs, quoted
 
 
@@ -90,10 +90,10 @@ def _bfloat16(value: object) -> object:
 
 
 class TorchAutocastConfig(SwitchedSection):
-    """Forwards under torch.autocast: parameters keep their dtypes, eligible operations compute in a lower precision."""
+    """Run forwards under torch.autocast: parameters keep their dtypes, eligible operations compute in bfloat16."""
 
     dtype: Annotated[Literal["bfloat16"], BeforeValidator(_bfloat16)] = "bfloat16"
-    """Dtype of these operations."""
+    """Dtype of the eligible operations."""
 
     def faults(self, config: Any) -> list[Fault]:
         if not self.enabled:
@@ -174,33 +174,34 @@ class CommunicationConfig(ConfigSection):
     """How ranks exchange bytes."""
 
     transport: Literal["auto", "shared_memory", "sockets", "native"] = "auto"
-    """"auto": chosen for each message. "shared_memory": CPU ranks of a host. "sockets": point-to-point. "native": the
-    backend's collectives. Alias: `route`."""
+    """The way of bytes between ranks. "auto": chosen for each message. "shared_memory": CPU ranks of a host. "sockets":
+    point-to-point. "native": the backend's collectives. Alias: `route`."""
 
     weight_bits: Bits = None
-    """8 or 4: send weights in so many bits, in blocks of 128 with a scale. Stage 3 computes with these (qwZ of ZeRO++).
-    Stages 1 and 2, and groups of `zero_hpz_partition_size`, send changes and carry the rounding error to the next step.
-    Shards and checkpoints stay exact. null: exact."""
+    """Bits of a weight in messages, in blocks of 128 with a scale. Stage 3 computes with the rounded weights (qwZ of
+    ZeRO++). Stages 1 and 2, and groups of `zero_hpz_partition_size`, send changes and carry the rounding error to the
+    next step. Shards and checkpoints stay exact. null: exact."""
 
     frozen_weight_bits: Bits = None
-    """Stage 3: the same for frozen weights. null: as weight_bits."""
+    """Stage 3: bits of a frozen weight in messages. null: as weight_bits."""
 
     gradient_bits: Bits = None
-    """8 or 4: send gradients between hosts in so many bits, after a sum within the host, with unbiased random rounding
-    (qgZ of ZeRO++). null: `communication_data_type`."""
+    """Bits of a gradient in messages between hosts, after a sum within the host, with unbiased random rounding (qgZ of
+    ZeRO++). null: `communication_data_type`."""
 
     gradient_bits_in_host: Bits = 8
-    """With gradient_bits: bits between ranks of a host. null: `communication_data_type`."""
+    """With gradient_bits: bits of a gradient in messages within a host. null: `communication_data_type`."""
 
     ranks_of_host: Positive | None = None
     """With gradient_bits: number of neighbouring ranks that count as a host. null: the ranks of each host."""
 
     timeout_seconds: Float = Field(default=300.0, gt=0)
-    """A collective that takes longer is an error."""
+    """Seconds after which a collective is an error."""
 
     step_timeout_seconds: Annotated[Float | None, Field(gt=0)] = None
-    """Report a step, with its data loading, that takes longer, and continue. `lowtide launch` says which rank waits for
-    which, with all stacks, and stops the job with --on-stall stop. Without it, each rank reports itself. null: off."""
+    """Seconds after which a step, with its data loading, is reported; it continues. `lowtide launch` names the waiting
+    and the awaited ranks, with all stacks, and stops the job with --on-stall stop. Without the launcher each rank
+    reports itself. null: off."""
 
     power_sgd: PowerSGDConfig = PowerSGDConfig()
 
@@ -221,8 +222,7 @@ class CheckpointConfig(ConfigSection):
     """Automatic checkpoints, and how checkpoints are written."""
 
     folder: Folder = None
-    """Folder of automatic checkpoints, with a folder for each tag. Every rank must see it. A relative path starts at
-    the working directory."""
+    """Folder of automatic checkpoints, with a folder for each tag. Every rank must see it."""
 
     every_steps: Int = Field(default=0, ge=0)
     """Save after this many optimizer steps. 0: only in save_checkpoint."""
@@ -260,8 +260,7 @@ class MemoryReportConfig(ConfigSection):
     """Record the memory of a step, operation by operation, next to the prediction."""
 
     folder: Folder = None
-    """Each rank writes its report here, for `lowtide report`. null: off. A relative path starts at the working
-    directory."""
+    """Each rank writes its report here, for `lowtide report`. null: off."""
 
     step: Int = Field(default=3, ge=2)
     """The recorded step, which takes several times as long. Step 1 creates the optimizer states."""
@@ -281,7 +280,7 @@ _Place = Annotated[str, BeforeValidator(_place)]
 
 
 class TensorboardConfig(SwitchedSection):
-    """Event files for TensorBoard. Needs the package tensorboard."""
+    """Write event files for TensorBoard. Needs the package tensorboard."""
 
     output_path: _Place = ""
     """Folder that holds the folder `job_name`. "": the working directory."""
@@ -290,7 +289,7 @@ class TensorboardConfig(SwitchedSection):
 
 
 class WandbConfig(SwitchedSection):
-    """A run of Weights & Biases. Needs the package wandb; without a login, WANDB_MODE=offline writes files."""
+    """Log to a run of Weights & Biases. Needs the package wandb; without a login, WANDB_MODE=offline writes files."""
 
     group: str | None = None
     """Name that groups runs."""
@@ -301,7 +300,7 @@ class WandbConfig(SwitchedSection):
 
 
 class CsvMonitorConfig(SwitchedSection):
-    """A table `metrics.csv` with a row for each step."""
+    """Write a table `metrics.csv` with a row for each step."""
 
     output_path: _Place = ""
     """Folder that holds the folder `job_name`. "": the working directory."""
@@ -313,7 +312,7 @@ class ProfileConfig(SwitchedSection):
     """Write a trace, collectives, and operations by module of some steps: see docs/monitors.md."""
 
     folder: Folder = None
-    """Folder of the files. null: only the log. A relative path starts at the working directory."""
+    """Folder of the files. null: only the log."""
     step: Positive = 2
     """First profiled step."""
     steps: Positive = 1
@@ -322,7 +321,7 @@ class ProfileConfig(SwitchedSection):
     """Depth of listed modules. -1: the deepest."""
     top_modules: Natural = 10
     """Modules listed per depth. 0: all."""
-    peak_tflops: Annotated[NonNegative | None, Field(gt=0)] = None
+    peak_tflops: Annotated[Float | None, Field(gt=0)] = None
     """The device's peak in the model's dtype, for model FLOPs utilization. null: unknown."""
 
 
@@ -330,7 +329,8 @@ class FP8Config(SwitchedSection):
     """Multiply in float8 in the linear layers of blocks, by torchao."""
 
     enabled: Bool = False
-    """Turns it on. Needs the extra "fp8", and a GPU of compute capability 8.9; other devices emulate it."""
+    """Multiply in float8 in the linear layers of blocks. Needs the extra "fp8", and a GPU of compute capability 8.9;
+    other devices emulate it."""
 
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
     """A scale for each tensor (faster), or for each row (more accurate)."""

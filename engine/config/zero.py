@@ -34,7 +34,7 @@ class OffloadSection(ConfigSection):
     device: Device = "none"
 
     nvme_path: Folder = None
-    """Folder of the files; device "nvme" needs it. A relative path starts at the working directory."""
+    """Folder of the files; device "nvme" needs it."""
 
     def why_idle(self, config: Any) -> str:
         """Return why the section moves nothing, or an empty string if it does."""
@@ -57,7 +57,7 @@ class OffloadOptimizerConfig(OffloadSection):
     """Keep the optimizer state and the fp32 master weights outside of the model's memory. Any stage."""
 
     device: Device = "none"
-    """Placement of the states. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
+    """Placement of states and master weights. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     ratio: Float = Field(default=1.0, ge=0, le=1)
     """Share of the state that is offloaded; the rest stays with the model."""
@@ -104,7 +104,7 @@ class OffloadParamConfig(OffloadSection):
     """Keep the parameter shards of stage 3 outside of the model's memory."""
 
     device: Device = "none"
-    """Placement of the shards. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
+    """Placement of the parameter shards. "none": with the model. "cpu": host memory. "nvme": files on a drive."""
 
     pin_memory: Bool = True
     """Use page-locked host buffers if the accelerator copies faster from them."""
@@ -173,7 +173,8 @@ class ZeroConfig(ConfigSection):
     """0 shards nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
 
     shard_size: Positive | None = None
-    """Hybrid sharding: ranks of a shard group. Must divide the data-parallel ranks. null: all ranks."""
+    """Hybrid sharding: each group of so many ranks holds a whole copy of the sharded tensors. Must divide the
+    data-parallel ranks. null: all of them are a group."""
 
     zero_hpz_partition_size: Positive = 1
     """Stage 3 (hpZ of ZeRO++): ranks of a host that hold all parameters together and gather them from each other.

@@ -281,11 +281,11 @@ class DeepSpeedEngine(nn.Module):
         self.skipped_steps += was_skipped
 
     def _check_no_gradients(self, num_earlier: int) -> None:
-        """Raise UsageError for gradients of microbatches before the last, or set by hand: the engine cannot use them."""
+        """Raise UsageError for gradients of earlier microbatches, or set by hand: the engine cannot use them."""
         if num_earlier:
             raise UsageError(
-                f"engine.step(): expected a backward of the last microbatch of the step, found {num_earlier} of earlier "
-                "microbatches alone. Call backward for this microbatch too"
+                f"engine.step(): expected a backward of the last microbatch of the step, found {num_earlier} of "
+                "earlier microbatches alone. Call backward for this microbatch too"
             )
         found = [name for name, param in self.module.named_parameters() if param.grad is not None]
         if found:

@@ -378,10 +378,12 @@ def _check_kinds(styles: Iterable[str], modules: Mapping[str, nn.Module]) -> Non
     for name in styles:
         adapter = name if is_other_adapter(modules[name]) else adapter_around(name, modules)
         if adapter is not None:
+            kind = type(modules[adapter])
+            found = f"{kind.__module__.split('.')[2]}.{kind.__name__}"  # such as ia3.Linear
             raise ValueError(
-                f"parallel.tensor: expected PEFT's LoRA without DoRA on split linear layers, found a "
-                f"{type(modules[adapter]).__name__} on '{adapter}'; put LoRA on linear layers alone (target_modules), "
-                "or set parallel.tensor to 1"
+                "parallel.tensor: expected PEFT's LoRA without DoRA on split linear layers, found "
+                f"{found}{' with a variant such as DoRA' * (found == 'lora.Linear')} on '{adapter}'; put plain LoRA on "
+                "linear layers alone (use_dora, target_modules), or set parallel.tensor to 1"
             )
 
 

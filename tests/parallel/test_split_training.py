@@ -265,11 +265,11 @@ def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
     check(ranks, 2, [(case_of(build, stage), 1, TENSOR) for build, stage in STAGES.items()])
 
 
-WHOLE = "expected PEFT's LoRA without DoRA on split linear layers, found a"
+WHOLE = "expected PEFT's LoRA without DoRA on split linear layers, found"
 EMBEDDING = TENSOR | {"tensor_parallel": {"plan": {"embed_tokens.base_layer": "vocabulary"}}}
 REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [  # layers, of LoRA, config, text
-    (LAYERS, {"use_dora": True}, TENSOR, (f"{WHOLE} Linear on '", "q_proj'")),
-    (["embed_tokens"], {}, EMBEDDING, (f"{WHOLE} Embedding on ", "(target_modules)")),
+    (LAYERS, {"use_dora": True}, TENSOR, (f"{WHOLE} lora.Linear with a variant such as DoRA on '", "q_proj'")),
+    (["embed_tokens"], {}, EMBEDDING, (f"{WHOLE} lora.Embedding on ", "target_modules)")),
     (LAYERS, {}, PARTS, ("tensor_sequence: expected split layers without adapters, found an adapter at '", "q_")),
 ]
 
@@ -281,7 +281,7 @@ EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 @pytest.mark.parametrize(
     ("axis", "text"),
     [
-        ("tensor", f"{WHOLE} ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put LoRA on linear"),
+        ("tensor", f"{WHOLE} lora.ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put plain LoRA on"),
         ("expert", "found a ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put LoRA on linear layers"),
     ],
 )

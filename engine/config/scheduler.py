@@ -21,7 +21,7 @@ class WarmupLRParams(Section):
     warmup_num_steps: Int = Field(default=1000, ge=1)
     """Steps of warm-up; 1 counts as 2."""
     warmup_type: Literal["log", "linear"] = "log"
-    """Curve of warm-up."""
+    """Curve of warm-up: "log" or "linear"."""
 
 
 class WarmupDecayLRParams(WarmupLRParams):
@@ -37,13 +37,13 @@ class WarmupCosineLRParams(Section):
     total_num_steps: Int = Field(ge=1)
     """Steps of the whole training."""
     warmup_min_ratio: Float = Field(default=0.0, ge=0)
-    """Ratio at the start of warm-up."""
+    """Learning rate at the start of warm-up, as a ratio of the optimizer's."""
     warmup_num_steps: Int = Field(default=1000, ge=1)
     """Steps of warm-up; 1 counts as 2."""
     cos_min_ratio: Float = Field(default=1e-4, ge=0)
-    """Ratio at the end."""
+    """Learning rate at the end, as a ratio of the optimizer's."""
     warmup_type: Literal["log", "linear"] = "log"
-    """Curve of warm-up."""
+    """Curve of warm-up: "log" or "linear"."""
 
 
 class ConstantParams(Section):
@@ -59,7 +59,7 @@ class DecayParams(ConstantParams):
     total_num_steps: Int = Field(ge=1)
     """Steps of the whole training."""
     min_ratio: Float = Field(default=0.0, ge=0, le=1)
-    """Ratio at the end."""
+    """Learning rate at the end, as a ratio of the optimizer's."""
 
 
 def _one_value(value: Any) -> Any:
@@ -115,7 +115,7 @@ class LRRangeTestParams(Section):
     """Grow only at the end of each interval."""
 
 
-_GAMMA: Key = (NonNegative, 0.1, "Decay factor.")
+_GAMMA: Key = (NonNegative, 0.1, "Factor of the learning rate at each decay.")
 _ETA_MIN: Key = (NonNegative, 0.0, "Smallest learning rate.")
 _Steps = tuple[Natural, ...]
 _Factor = Annotated[Float, Field(gt=0, le=1)]
@@ -129,7 +129,10 @@ _TORCHS: dict[str, tuple[str, dict[str, Key]]] = {
         "times gamma at each milestone",
         {"milestones": (_Steps, ..., "Steps of the decays."), "gamma": _GAMMA},
     ),
-    "ExponentialLR": ("times gamma each step", {"gamma": (NonNegative, ..., "Decay factor.")}),
+    "ExponentialLR": (
+        "times gamma each step",
+        {"gamma": (NonNegative, ..., "Factor of the learning rate at each decay.")},
+    ),
     "CosineAnnealingLR": (
         "half a cosine down, and up again",
         {"T_max": (Positive, ..., "Steps of half a cosine."), "eta_min": _ETA_MIN},
@@ -161,7 +164,7 @@ _TORCHS: dict[str, tuple[str, dict[str, Key]]] = {
         "(1 - t / total_iters) to a power",
         {
             "total_iters": (Positive, 5, "Steps until the rate is 0."),
-            "power": (NonNegative, 1.0, "The power."),
+            "power": (NonNegative, 1.0, "Power of 1 - t / total_iters."),
         },
     ),
 }

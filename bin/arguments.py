@@ -103,6 +103,8 @@ def reports(command: str, *errors: type[Exception]) -> Callable[[Callable[P, int
                 return run(*args, **kwargs)
             except errors as error:
                 text = re.sub(r"\[Errno \d+\] ", "", str(error))  # the text behind it says the same
+                if isinstance(error, FileExistsError) and error.filename:  # of `mkdir`
+                    text = f"{error.filename}: expected a folder, or a new name, found a file"
                 print(f"lowtide {command}: {text}", file=sys.stderr)
                 return 1
 

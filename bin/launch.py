@@ -210,8 +210,21 @@ def _words(options: argparse.Namespace) -> set[str]:
 
 
 def _notes_of_one_rank(options: argparse.Namespace) -> tuple[str, ...]:
-    """Return a note about launcher options written after the script, unless the script mentions them."""
-    known = {name: action for action in parser()._actions for name in action.option_strings if name.startswith("--")}
+    name, words = after_script(options, parser())
+    if not name:
+        return ()
+    return (
+        f"{name} was passed to the script, which runs as a single rank, because it comes after the script; if it is "
+        f"for the launcher, write it before the script: lowtide launch {words} {options.script}",
+    )
+
+
+def after_script(options: argparse.Namespace, command_line: Parser) -> tuple[str, str]:
+    """Return the first option of a command that is written after the script, and its words; ("", "") if there is none.
+
+    An option that the script mentions is the script's.
+    """
+    known = {name: action for action in command_line._actions for name in action.option_strings if name[:2] == "--"}
     words = _words(options)
     for index, word in enumerate(options.arguments):
         name = word.partition("=")[0]
@@ -220,12 +233,8 @@ def _notes_of_one_rank(options: argparse.Namespace) -> tuple[str, ...]:
             continue
         if getattr(options, action.dest) == action.default:
             takes_next = "=" not in word and action.nargs != 0
-            before = shlex.join(options.arguments[index : index + 1 + takes_next])
-            return (
-                f"{name} was passed to the script, which runs as a single rank, because it comes after the script; if "
-                f"it is for the launcher, write it before the script: lowtide launch {before} {options.script}",
-            )
-    return ()
+            return name, shlex.join(options.arguments[index : index + 1 + takes_next])
+    return "", ""
 
 
 def _local_rank_words(options: argparse.Namespace) -> list[str]:

@@ -5,6 +5,7 @@ import copy
 import json
 import re
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -211,7 +212,7 @@ def _factory(text: str) -> Callable[[], nn.Module]:
     sys.path.insert(0, "")
     try:
         factory = getattr(import_module(module), name, None)
-    except ImportError as error:
+    except Exception as error:
         raise ValueError(f"--model: {module} cannot be imported from here ({error})") from error
     if not callable(factory):
         raise ValueError(f"--model: expected a callable that builds a model, found {type(factory).__name__} at {text}")
@@ -223,8 +224,14 @@ def _made(build: Callable[[], nn.Module]) -> nn.Module:
     """Build the model without memory. Raises ValueError if that is not possible."""
     try:
         return module_for_shapes(build)
-    except TypeError as error:
-        raise ValueError(f"--model: expected a callable without arguments that builds a model ({error})") from error
+    except ValueError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"--model: expected a callable without arguments that builds a model ({error}: {type(error).__name__} in "
+            f"{last.filename}:{last.lineno})"
+        ) from error
 
 
 def _hugging_face(text: str) -> Callable[[], nn.Module]:

@@ -55,6 +55,13 @@ def main(argv: Sequence[str]) -> int:
         parser().error(f"--launch: {error}, found {options.launch}")
     if text := launch.fault(launch.parser().parse_args(words)):
         parser().error(text)
+    name, written = launch.after_script(options, parser())
+    if name:
+        print(
+            f"lowtide tune: {name} was passed to the script, because it comes after the script; if it is for lowtide, "
+            f"write it before the script: lowtide tune {options.config} {written} {options.script}",
+            file=sys.stderr,
+        )
     caught: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -306,6 +306,7 @@ UNSHOWN = [  # said, arguments of `lowtide plan auto`
         "--model: expected a callable without arguments that builds a model (dumps() missing",
         ["--model", "json:dumps"],
     ),
+    ("(no running event loop: RuntimeError in ", ["--model", "asyncio:get_running_loop"]),
     ("expected a callable that returns an nn.Module, found Counter", ["--model", "collections:Counter"]),
     ("--hf: expected a folder with config.json, or that file, found nothing at nowhere", ["--hf", "nowhere"]),
 ]

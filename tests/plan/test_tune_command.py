@@ -230,6 +230,7 @@ def test_a_config_with_auto_is_planned_first(folder: Path) -> None:
         (["--sequence", "0", "c.json", "train.py"], "--sequence: expected at least 1 token, found 0"),
         (["--write", ".", "c.json", "train.py"], ".: expected the name of a file, found a folder"),
         (["--folder", "train.py", "c.json", "train.py"], "--folder: expected a folder for the trials, found the file"),
+        (["--folder", "train.py", "c.json", "train.py", "--nproc", "2"], "lowtide tune c.json --nproc 2 train.py"),
         (["typo.json", "train.py"], '1 fault in typo.json:\n  sede: unknown key "sede"; did you mean "seed"?'),
         (["--limit", "x", "c.json", "train.py"], 'expected seconds, more than 0, found "x"'),
     ],

@@ -15,9 +15,9 @@ class BF16Config(SwitchedSection):
     masters: Annotated[Bool | Literal["kahan", "int8"], worded('expected true, false, "kahan" or "int8"')] = Field(
         default=True, json_schema_extra={"enum": [True, False, "kahan", "int8"]}
     )
-    """true: fp32 master weights, 4 bytes each. false: only bf16 parameters; updates are computed in fp32 and rounded at
-    random, by bits from `seed`, step and element. "kahan": not random; a second bf16 number keeps the rounding error, 2
-    bytes each. "int8": 8 more bits, 1 byte each; lower bits are rounded at random."""
+    """true: fp32 master weights, 4 bytes each. false: none; updates are rounded at random, by `seed`, step and element.
+    "kahan": a second bf16 number keeps the rounding error, 2 bytes each. "int8": 8 more bits, 1 byte each; lower bits
+    are rounded at random."""
 
     auto_cast: Bool = True
     """Cast floating-point inputs of the model to bf16; also inputs of its blocks if it has fp32 buffers."""
@@ -179,8 +179,8 @@ class CommunicationConfig(ConfigSection):
 
     weight_bits: Bits = None
     """Bits of a weight in messages, in blocks of 128 with a scale. Stage 3 computes with the rounded weights (qwZ of
-    ZeRO++). Stages 1 and 2, and groups of `zero_hpz_partition_size`, send changes and carry the rounding error to the
-    next step. Shards and checkpoints stay exact. null: exact."""
+    ZeRO++). Stages 1 and 2, and groups of `zero_hpz_partition_size`, send changes with the last rounding error. Shards
+    and checkpoints stay exact. null: exact."""
 
     frozen_weight_bits: Bits = None
     """Stage 3: bits of a frozen weight in messages. null: as weight_bits."""

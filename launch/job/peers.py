@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from ..hosts.host import LaunchError
@@ -81,7 +82,7 @@ class Peers:
             ) from error
         except OSError as error:
             raise LaunchError(f"the agents cannot be started: {error}") from error
-        self._reminder = self._loop.after(_SAY_SECONDS, self._remind)
+        self._reminder = self._loop.after(_SAY_SECONDS, partial(self._remind, 2 * _SAY_SECONDS))
         self._loop.run(
             lambda: is_stopped() or all(peer.hello is not None or peer.lost is not None for peer in self.all),
             timeout_seconds,
@@ -253,11 +254,11 @@ class Peers:
         if known:
             self._lost(peer, peer.lost)
 
-    def _remind(self) -> None:
+    def _remind(self, next_seconds: float) -> None:
         waiting = [peer.name for peer in self.all if peer.hello is None and peer.lost is None]
         if waiting:
             self._say(f"waiting for {', '.join(waiting[:8])}{', ...' if len(waiting) > 8 else ''}")
-            self._reminder = self._loop.after(_SAY_SECONDS, self._remind)
+            self._reminder = self._loop.after(next_seconds, partial(self._remind, 2 * next_seconds))
 
 
 def host_of(hello: Hello, waiting: Sequence[Peer]) -> Peer | None:

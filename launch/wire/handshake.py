@@ -137,7 +137,8 @@ def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], 
             "agents (srun, mpirun) must pass its environment on"
         )
     deadline = time.monotonic() + wait_seconds
-    say_next = time.monotonic() + _SAY_SECONDS
+    say_seconds = _SAY_SECONDS
+    say_next = time.monotonic() + say_seconds
     has_met_others = False
     # The launcher offers all its addresses. Networks differ, so each is tried in turn until the time is over.
     for peer in itertools.cycle(peers.split(",")):
@@ -155,7 +156,8 @@ def connected(peers: str, token: str, wait_seconds: float, say: Callable[[str], 
             if now > say_next or (is_other and not has_met_others):
                 what = f"ignoring the program at {peer}" if is_other else f"waiting for the launcher at {peer}"
                 say(f"{what} ({error})")
-                say_next = now + _SAY_SECONDS
+                say_seconds *= 2  # pods of a job may start many minutes apart
+                say_next = now + say_seconds
             has_met_others |= is_other
             time.sleep(_PAUSE_SECONDS)
     raise AssertionError("the cycle has no end")

@@ -17,6 +17,7 @@ from lowtide.launch.hosts.host import LaunchError
 from lowtide.launch.transports import listener as listener_module
 from lowtide.launch.transports.link import Link
 from lowtide.launch.transports.listener import MAX_STRANGERS, Listener
+from lowtide.launch.wire import handshake
 from lowtide.launch.wire.handshake import connected
 from lowtide.launch.wire.loop import Loop
 from lowtide.launch.wire.messages import Signal, encode
@@ -217,3 +218,12 @@ def test_a_flood_leaves_the_rest_of_the_loop_alone(hall: Hall) -> None:
             flooder.join()
     assert max(after - before for before, after in itertools.pairwise(ticks)) < 0.5
     assert len(hall.lines) <= 2
+
+
+def test_an_agent_that_waits_says_so_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_SAY_SECONDS", 0.01)
+    monkeypatch.setattr(handshake, "_PAUSE_SECONDS", 0.001)
+    lines: list[str] = []
+    with pytest.raises(LaunchError, match="no launcher at"):
+        connected(f"{HOME}:1", "token", 0.3, lines.append)
+    assert 0 < len(lines) < 6 and all("waiting for the launcher at" in line for line in lines)

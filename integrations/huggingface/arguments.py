@@ -81,7 +81,8 @@ def fill_steps(config: EngineConfig, args: Any, num_steps: int) -> None:
         # "auto", not the number: a second training may have another.
         section.setdefault("params", {}).setdefault("warmup_num_steps", "auto")
     # A schedule needs at least a step of warmup.
-    config.set_value("scheduler.params.warmup_num_steps", max(1, warmup), "warmup_steps")
+    argument = "warmup_steps" if warmup else "the least, for warmup_steps=0"
+    config.set_value("scheduler.params.warmup_num_steps", max(1, warmup), argument)
     config.check()
 
 

@@ -115,6 +115,10 @@ def test_a_missing_warmup_of_the_scheduler_is_that_of_the_arguments(tmp_path: Pa
             fill_steps(config, options, num_steps)
             found.append(config.check().model_dump()["scheduler"]["params"]["warmup_num_steps"])
         assert found == expected
+    options, scheduler = args(tmp_path), {"type": kind, "params": {"warmup_num_steps": 2}}
+    config = config_of({"optimizer": {"type": "AdamW"}, "scheduler": scheduler}, options)
+    said = refusal(fill_steps, config, options, 40)
+    assert 'warmup_num_steps: expected "auto" or 1 (the least, for warmup_steps=0), found 2; change one of' in said
 
 
 def test_an_optimizer_or_schedule_beside_the_configs_is_an_error(tmp_path: Path) -> None:

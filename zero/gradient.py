@@ -424,6 +424,9 @@ class GroupGradient:
         # A message holds only this backward's gradient: the earlier sum in the shard is added after the exchange.
         adds = message is None and self._has_shard
         if self._local.has_values:
+            if message is not None and message.dtype != self.accumulation_dtype:
+                # The whole sum is rounded once, as that of microbatches that are added up in the shard.
+                self.used |= self._local.add()
             self._local.move_sum_to(places, adds)
             adds = True
         return Staging(self.group, places, adds)

@@ -54,6 +54,8 @@ def test_gradients_are_sent_in_the_communication_data_type(ranks: RankPool) -> N
     outcomes = ranks(2, train_all, [case.at(stage, config=route) for route in routes for stage in STAGES])[0]
     assert_near(outcomes[0], expected_of(case, reduce=torch.bfloat16), 1e-6)
     assert_alike(outcomes)
+    summed = [case.at(stage, accumulation=3, config={**BF16, **route}) for route in routes for stage in (0, 1)]
+    assert_alike(ranks(2, train_all, summed)[0], "the sum of microbatches is rounded once")
 
 
 def test_a_backend_sums_in_the_communication_data_type(ranks: RankPool) -> None:

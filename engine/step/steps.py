@@ -314,15 +314,14 @@ class Steps:
         """Prepare for a use of parameters outside of a backward.
 
         A speculative update is rolled back first: its values may still be rejected. Then this is a collective. Raises
-        StateError if an error has left parameters updated in part.
+        StateError if parameters are updated in part: by an error, or before the end of a step (`update_in_backward`).
         """
         if self.update.fault:
             raise StateError(self.update.fault)
         for feature in self.features.before_call:
             feature("a forward", Access.LOOKS)
         # The step may still be rejected: a forward now must see the parameters of the last step.
-        if self.accumulated.is_complete:
-            self.roll_back()
+        self.refuse_more("a forward")
         if self._is_apart:
             self._is_apart = False
             # Not in `forget`: a rank may fail alone, and the other ranks would not come to a fence there.

@@ -618,13 +618,15 @@ def test_a_step_that_the_config_counts_begins_again_after_an_error(
 
 def test_what_an_update_in_backward_cannot_take_in_or_back_is_refused() -> None:
     asks: dict[str, Any] = {
-        "another backward": lambda engine: loss_of(engine).backward(),
-        "engine.zero_grad()": lambda engine: engine.zero_grad(),
+        "another backward": lambda engine, loss: loss.backward(),
+        "a forward": lambda engine, loss: loss_of(engine),
+        "engine.zero_grad()": lambda engine, loss: engine.zero_grad(),
     }
     for what, ask in asks.items():
         with engine_for(1, update_in_backward=True) as engine:
-            loss_of(engine).backward()
-            text = refusal(ask, engine, kind=StateError)
+            loss, other = loss_of(engine), loss_of(engine)
+            loss.backward()
+            text = refusal(ask, engine, other, kind=StateError)
             assert "after the last backward of a step, " in text and f"found {what} after the backward has" in text
 
 

@@ -17,8 +17,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
+from lowtide.zero.sequence import StateError
 from tests.kit.ranks import RankPool
-from tests.kit.training import ROWS, adamw, settings
+from tests.kit.training import ROWS, adamw, refusal, settings
 
 WIDTH, WORDS, NUM_CALLS = 6, 11, 20
 NUM_PROGRAMS = int(os.environ.get("LOWTIDE_PROGRAMS", "16"))
@@ -153,6 +154,8 @@ class Both:
         assert_close(loss, self.own(losses))
         self.differentiate(losses)
         if self.num_done == self.accumulation:
+            if self.choose.random() < 0.3:
+                self.look()
             self.step()
 
     def step(self) -> None:
@@ -167,7 +170,11 @@ class Both:
         self.update(self.engine.step().grad_norm, limit)
 
     def look(self) -> None:
+        """Also between the last backward of a step and the step, unless the backward has updated."""
         batch = self.own(self.batches())
+        if self.num_done == self.accumulation and self.config["zero_optimization"].get("update_in_backward"):
+            assert "found a forward" in refusal(self.engine, batch, kind=StateError)
+            return
         with torch.no_grad():
             assert_close(self.engine(batch), self.model(batch))
 

@@ -50,8 +50,9 @@ _HARMLESS = {getattr(Tensor, name).__get__ for name in _ATTRIBUTES.split()} | {
 }
 
 
+_DATA = getattr(Tensor, "data").__get__  # noqa: B009
 _WITHOUT_GRADIENT = {
-    getattr(Tensor, "data").__get__,  # noqa: B009
+    _DATA,
     Tensor.detach,
     Tensor.item,
     Tensor.tolist,
@@ -108,7 +109,8 @@ class ReleasedParameter(nn.Parameter):
         readers = [_READERS.get(id(param)) for param in released]
         # A closed engine has removed its readers.
         if released and all(reader is not None and reader(is_differentiated, released) for reader in readers):
-            return func(*args, **(kwargs or {}))
+            # With the parameter's version, unlike `.data`: a write, which the next release drops, is then noticed.
+            return func(*args, **(kwargs or {})) if func != _DATA else Tensor.detach(*args)
         # A reader may have gathered the first of them. None: the parameter is inside of an object that was passed.
         name = next((param.lowtide_name for param in released if isinstance(param, ReleasedParameter)), None)
         what = "a parameter" if name is None else f"parameter '{name}'"

@@ -450,8 +450,13 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             with engine.gathered(*_adapters_of(self.model), modify=True), torch._C.DisableTorchFunctionSubclass():
                 super()._load_from_checkpoint(checkpoint)
         else:
-            # Not strict: files of transformers leave out tied parameters and buffers that are not saved.
-            engine.load_weights(checkpoint, strict=False)
+            try:
+                engine.load_weights(checkpoint)
+            except ValueError:
+                if not hasattr(self.model, "from_pretrained"):
+                    raise
+                # transformers' files: experts may have other names and shapes than the model, and buffers are left out.
+                engine.load_state_dict(self.model.from_pretrained(checkpoint).state_dict() if engine.rank == 0 else {})
 
 
 def _adapters_of(model: PeftModel) -> list[nn.Parameter]:

@@ -1,6 +1,7 @@
 """What a Trainer over an engine saves, and what goes on from it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 
 from lowtide.checkpoint.folder import CheckpointFolder
 from tests.integrations.huggingface.trainings import (
@@ -17,6 +19,8 @@ from tests.integrations.huggingface.trainings import (
     apart,
     closed,
     is_first,
+    llama,
+    mixtral,
     outcome_of,
     stage,
     trained,
@@ -29,12 +33,10 @@ BEST = {**EVERY_STEP, "eval_strategy": "steps", "eval_steps": 1, "load_best_mode
 BEST |= {"metric_for_best_model": "worth", "greater_is_better": True, "save_only_model": True}
 
 
-def run_best(folder: str, with_adapters: bool) -> Outcome:
+def run_best(folder: str, model: Callable[[], nn.Module]) -> Outcome:
     """Of a training that takes up the best model, which is that of the first step."""
     worth = iter((1.0, 0.5, 0.2))
-    given: dict[str, Any] = {"model": adapted()} if with_adapters else {}
-    given["compute_metrics"] = lambda _: {"worth": next(worth)}
-    return trained(folder, stage(3), BEST, **given)
+    return trained(folder, stage(3), BEST, model=model(), compute_metrics=lambda _: {"worth": next(worth)})
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -69,15 +71,20 @@ def test_a_saved_model_is_whole(ranks: RankPool, tmp_path: Path) -> None:
     assert CheckpointFolder(tmp_path / "checkpoint-3").tags() == ["global_step3"]
 
 
-@pytest.mark.parametrize("with_adapters", [True, False])
-def test_the_best_of_saved_models_is_taken_up_at_the_end(ranks: RankPool, tmp_path: Path, with_adapters: bool) -> None:
-    """Of checkpoints of engines: `test_parallel_axes.py`."""
-    best = ranks(2, run_best, str(tmp_path), with_adapters)[0]
-    name = "adapter_model.safetensors" if with_adapters else "model.safetensors"
-    saved = load_file(tmp_path / "checkpoint-1" / name)
-    found = {key: best.state.get(key, best.state.get(key.replace(".weight", ".default.weight"))) for key in saved}
-    assert same(found, saved) and not same(load_file(tmp_path / "checkpoint-3" / name), saved)
-    assert all("lora" in key for key in saved) or not with_adapters
+@pytest.mark.parametrize("model", [adapted, llama, mixtral])
+def test_the_best_of_saved_models_is_taken_up_at_the_end(ranks: RankPool, tmp_path: Path, model: Any) -> None:
+    """Of checkpoints of engines: `test_parallel_axes.py`. Files have each expert of a Mixtral alone."""
+    best = ranks(2, run_best, str(tmp_path), model)[0].state
+    first, last = (tmp_path / f"checkpoint-{step}" for step in (1, 3))
+    if model is adapted:
+        saved, other = (load_file(folder / "adapter_model.safetensors") for folder in (first, last))
+        assert all("lora" in key for key in saved)
+        best = {key.replace(".default", ""): value for key, value in best.items() if "lora" in key}
+    else:
+        saved, other = (
+            transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (first, last)
+        )
+    assert same(best, saved) and not same(other, saved)
 
 
 def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> None:

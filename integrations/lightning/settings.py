@@ -145,22 +145,23 @@ class EnginePrecision:
                 f"optimizer.step(): expected no arguments, found {', '.join(kwargs)}: the engine ignores them"
             )
         result = closure()
+        engine = self.needed_engine()
+        has_step = result is not None or not model.automatic_optimization
+        if not has_step and engine.microbatches_done:  # the engine ends a step in its last backward: there is none
+            raise ValueError(_NO_LAST_LOSS.format(model.trainer.fit_loop.batch_idx, engine.microbatches_done))
         # Lightning's hooks and clipping act here, on gradients that the closure has made.
         self._after_closure(model, optimizer)  # type: ignore[attr-defined]  # of the package's class
-        engine = self.needed_engine()
-        if result is not None or not model.automatic_optimization:
+        if has_step:
             engine.step()
-        elif engine.microbatches_done:  # the engine ends a step in its last backward, and there is none
-            raise ValueError(_NO_LAST_LOSS.format(model.trainer.fit_loop.batch_idx, engine.microbatches_done))
         return result  # None: training_step asked for no step, as in DDP
 
     def clip_gradients(
         self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
         """Clip the gradients averaged over ranks, by norm or by value."""
-        if not clip_val or clip_val <= 0:
-            return
         engine = self.needed_engine()
+        if not clip_val or clip_val <= 0 or not engine.microbatches_done:  # training_step may have returned None
+            return
         if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "value":
             engine.clip_grad_value_(float(clip_val))
         else:

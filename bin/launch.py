@@ -219,7 +219,7 @@ def _notes_of_one_rank(options: argparse.Namespace) -> tuple[str, ...]:
     )
 
 
-def after_script(options: argparse.Namespace, command_line: Parser) -> tuple[str, str]:
+def after_script(options: argparse.Namespace, command_line: argparse.ArgumentParser) -> tuple[str, str]:
     """Return the first option of a command that is written after the script, and its words; ("", "") if there is none.
 
     An option that the script mentions is the script's.

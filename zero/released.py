@@ -2,8 +2,8 @@
 
 A released parameter keeps shape, dtype, device and gradient, which modules read at any time. An operation on its values
 gathers it if its `Reader` allows that, which is so while the model or its loss computes. Else it raises
-`ReleasedParameterError` with the parameter's name. Its data is an expanded NaN, so C++ code that bypasses the check does
-not train silently on garbage. A write there ends the process: `torch.distributed.broadcast` of torch 2.11, with gloo.
+`ReleasedParameterError` with the parameter's name. Its data is an expanded NaN, so C++ code that bypasses the check
+does not train silently on garbage. A write there ends the process: `broadcast` of torch 2.11 with gloo.
 """
 
 from __future__ import annotations

@@ -320,8 +320,8 @@ class Steps:
             raise StateError(self.update.fault)
         for feature in self.features.before_call:
             feature("a forward", Access.LOOKS)
-        # The step may still be rejected: a forward now must see the parameters of the last step.
-        self.refuse_more("a forward")
+        if self.accumulated.is_complete:  # it may still be rejected: a forward must see the values of the last step
+            self.refuse_more("a forward")
         if self._is_apart:
             self._is_apart = False
             # Not in `forget`: a rank may fail alone, and the other ranks would not come to a fence there.

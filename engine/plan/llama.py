@@ -160,18 +160,18 @@ def short_profiler(shape: Shape, blueprint: Blueprint) -> Callable[[Any, int, in
             # The last layer of a stage stands for itself. A single layer stands for all layers before it.
             layer = shorts[at] - 1 if place == length - 1 else min(place, max(0, shorts[at] - 2))
             stands_for.append(f"layers.{starts[at] + layer}")
-    model = build(replace(shape, layers=starts[-1]))
-    run = MetaRun(
-        model,
-        plan_units(model, None if units == "auto" else units),
-        blueprint.dtypes,
-        blueprint.device,
-        tiles=tiles_of(blueprint.config),
-        splits=replace(splits, stages=None if splits.stages is None else stages),
-    )
+
+    def meta_run(num_layers: int, splits: PlannedSplits) -> MetaRun:
+        model = build(replace(shape, layers=num_layers))
+        of_model = plan_units(model, None if units == "auto" else units)
+        tiles = tiles_of(blueprint.config)
+        return MetaRun(model, of_model, blueprint.dtypes, blueprint.device, tiles=tiles, splits=splits)
+
+    run = meta_run(starts[-1], replace(splits, stages=None if splits.stages is None else stages))
 
     def profile(batch: Any, rows: int, every: int, is_direct: bool) -> Profile:
-        assert every in (0, 1)  # a few layers cannot show every k-th layer
+        if every > 1:  # a few layers cannot show every k-th layer
+            return meta_run(shape.layers, splits).profile(batch, rows, every, is_direct)
         short = run.profile(batch, rows, every, is_direct)
         layers = [name for name in short.parts if name.startswith("layers.")]
         parts = {}

@@ -70,6 +70,8 @@ class MetaRun:
         self._splits, self._plans = splits, splits.shrink(self._model)
         # By name: the units of the plan hold modules of the user's model, not of its copy.
         self._units = [(unit.name, self._model.get_submodule(unit.name)) for unit in units if not unit.is_root]
+        names = [unit.name for unit in units if not (unit.is_root or unit.is_end)]
+        self._blocks = [self._model.get_submodule(name) for name in names]  # `checkpoint_activations` recomputes them
         self._of_units = {id(param) for _, module in self._units for param in module.parameters()}
         self._after = _after_blocks(self._model)
         self._dtype = dtypes.compute if casts_inputs else None
@@ -93,7 +95,7 @@ class MetaRun:
             # The batch is not an activation: `cast_bytes` and `input_bytes` count it.
             for tensor in tensors_of(made):
                 tracker.leave_out(tensor)
-            for _, module in self._units[::every] if every else ():
+            for module in self._blocks[::every] if every else ():
                 patches.override(module, "forward", self._recomputed(module))
             self._observe(counter, patches)
             if is_direct:

@@ -12,6 +12,7 @@ import lowtide
 from lowtide.engine.plan import tracker
 from lowtide.engine.plan.meta_run import MetaRun
 from lowtide.engine.plan.profile import Profile
+from lowtide.zero import plan
 from lowtide.zero.plan import Dtypes, plan_units
 from tests.kit import models
 
@@ -83,3 +84,12 @@ def test_a_profile_counts_attention() -> None:
         engine.train_step(torch.randn(ROWS, LENGTH, WIDTH))
     of_layers = 2 * 2 * 2 * ROWS * LENGTH * WIDTH**2  # two, of as many parameters: forward, and gradients of weights
     assert profile.flops_by_module[""] == of_layers + 7 * 2 * ROWS * LENGTH**2 * WIDTH
+
+
+def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a training, of every second block (tests/engine/test_activation_checkpointing.py)."""
+    monkeypatch.setattr(plan, "_MIN_END_NUMEL", 1)
+    model = models.tiny_gpt()
+    run = MetaRun(model, plan_units(model), Dtypes(None, None, None), "cpu")
+    parts = [*run.profile(models.token_batch(0, 2), 2, 2).parts.values()]
+    assert [part.backward_flops > 2 * part.forward_flops for part in parts[2:-1]] == [True, False, True, False]

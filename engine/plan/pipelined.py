@@ -31,8 +31,10 @@ from .stages import Stages
 _SIMULATED_PER_RANK = 2  # microbatches; after them a schedule repeats itself
 
 
-def simulated_microbatches(num_ranks: int, num_microbatches: int) -> int:
+def simulated_microbatches(schedule: str, num_ranks: int, num_microbatches: int) -> int:
     """Return the number of simulated microbatches. Each further one adds the busiest rank's time."""
+    if schedule == "gpipe":  # each further one takes memory too
+        return num_microbatches
     return min(num_microbatches, _SIMULATED_PER_RANK * num_ranks)
 
 

@@ -164,10 +164,10 @@ def test_bounds_know_what_the_host_holds() -> None:
     assert left_out
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-v"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_places_that_are_alike_are_planned_as_each_of_them(planner: Planner, schedule: str, stage: int) -> None:
-    choice = Choice(pipeline=2, schedule=schedule, stage=stage, accumulation=4)
+    choice = Choice(pipeline=2, schedule=schedule, stage=stage, accumulation=6)
     machine = planner.machine
     config = Config.load(choice.applied(ADAMW, machine.num_devices)).resolve(machine.num_devices)
     each = Blueprint.of(config, build(SHAPE), machine.num_devices, device="cuda", num_hosts=machine.num_hosts)

@@ -63,13 +63,15 @@ class Planner:
         # An optimizer object passed to initialize is unknown here: most are Adam, and none has more states.
         self._assumed = {} if base.get("optimizer") else {"optimizer": {"type": "adamw", "params": {}}}
         self._base = {**base, **self._assumed}
-        # The largest number of pipeline stages. A model without a list of blocks is a single stage.
-        self.num_blocks = max(1, len(model_blocks.find_blocks(model)))
         self._make_profiler, self._alike = make_profiler, AlikePlaces()
         self._made: dict[tuple[str, Hashable], Any] = {}
         self._known: dict[str, Any] = {}  # parts of a blueprint that depend on the model alone
         self._first = self._undivided(_WHOLE)
         self._known = {name: getattr(self._first, name) for name in ("units", "dtypes", "optimizer")}
+        # The largest number of pipeline stages. A model without a list of blocks, or with blocks that are no units, is
+        # a single stage.
+        blocks = {name for name, _ in model_blocks.find_blocks(model)}
+        self.num_blocks = len(blocks) if blocks and blocks <= {unit.name for unit in self._first.units} else 1
 
     def _once(self, what: str, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return the result of the first call with `what` and `key`. Errors are not kept."""
@@ -126,7 +128,7 @@ class Planner:
 
     def _run(self, choice: Choice, stages: Stages) -> ScheduleRun:
         """Simulate the schedule; the result depends neither on the ZeRO stage nor on the offload."""
-        count = simulated_microbatches(choice.pipeline, choice.accumulation)
+        count = simulated_microbatches(choice.schedule, choice.pipeline, choice.accumulation)
         simulation = self._once(
             "simulation",
             (choice.pipeline, choice.schedule, choice.chunks, count),

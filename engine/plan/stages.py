@@ -24,6 +24,11 @@ class Stages:
     @cached_property
     def parts(self) -> tuple[tuple[tuple[str, ProfilePart], ...], ...]:
         """The parts of each stage. Parts before the blocks are in the first stage, parts after them in the last."""
+        if missing := [name for name in self.split.blocks if name not in self.profile.parts]:
+            raise ValueError(
+                "plan: a pipeline and layered_gradient_accumulation are planned by blocks: expected each block as a "
+                f"unit of zero_optimization.units, found '{missing[0]}' missing; leave units out of a planned config"
+            )
         found: list[list[tuple[str, ProfilePart]]] = [[] for _ in range(self.split.num_stages)]
         place_of = {name: place for place, name in enumerate(self.split.blocks)}
         stage = 0

@@ -111,6 +111,7 @@ SPECULATIVE = {"stage": 1, "offload_optimizer": {"device": "cpu", "overlap": "sp
         ({"communication": {"power_sgd": {"rank": 2}}}, lambda choice: choice.stage > 1),
         ({"zero_optimization": {"stage": "auto"}, "optimizer": {"type": "onebitadam"}}, lambda choice: choice.stage),
         ({"zero_optimization": {"update_in_backward": True}}, lambda choice: choice.accumulation > 1),
+        ({"zero_optimization": {"units": ["blocks.?.up"]}}, lambda choice: choice.pipeline > 1),
         (
             {"zero_optimization": {"stage": "auto", "stage3_max_live_parameters": 0}},
             lambda choice: choice.pipeline > 1 and choice.stage == 3,
@@ -152,6 +153,11 @@ UNPLANNED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # said, config,
     (
         "plan: the model, with parallel.tensor 2, does not run on the meta device",
         {"parallel": {"tensor": 2}, "tensor_parallel": HEADS},
+        {},
+    ),
+    (
+        "planned by blocks: expected each block as a unit of zero_optimization.units, found 'blocks.1' missing",
+        {"parallel": {"pipeline": 2}, "gradient_accumulation_steps": 2, "zero_optimization": {"units": ["blocks.0"]}},
         {},
     ),
     (

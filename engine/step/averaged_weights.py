@@ -12,6 +12,11 @@ from .call_guard import CallGuard
 from .features import Access, StepFeature
 from .parts import Parts
 
+_SWAPPED_IN_PART = (
+    "engine.ema_weights(): an error interrupted the exchange of weights and averages, so some weights may be averages; "
+    "continue from a checkpoint (engine.load_checkpoint), or start again"
+)
+
 
 class AveragedWeights(StepFeature):
     """An exponential moving average (EMA) of the master weights, sharded like optimizer states.
@@ -54,7 +59,12 @@ class AveragedWeights(StepFeature):
         def swapped(shown: bool) -> None:
             with call_guard.of("engine.ema_weights()"):
                 with self._parts.steps.apart(Activity.WEIGHTS, Access.CHANGES):
-                    swap(averages, shown)
+                    try:
+                        swap(averages, shown)
+                    except BaseException as error:
+                        self._parts.steps.update.fault = _SWAPPED_IN_PART
+                        error.add_note(_SWAPPED_IN_PART)
+                        raise
                 averages.are_shown = shown
 
         # Outside of `try`: if this swap fails, there is nothing to swap back.

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import lowtide
 from lowtide import Engine
 from lowtide.checkpoint.export import export_source
 from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.zero.averages import Averages
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool, on_ranks
@@ -291,3 +293,24 @@ def test_an_error_inside_puts_the_weights_back() -> None:
             assert not torch.equal(engine.state_dict()["last.bias"], before["last.bias"])
             raise KeyError
         assert differences(engine.state_dict(), before) == []
+
+
+def test_weights_that_were_exchanged_in_part_are_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Averages._pairs
+
+    def first(self: Averages, changes: bool) -> Iterator[tuple[Tensor, Tensor]]:
+        yield next(real(self, changes))
+        raise KeyboardInterrupt
+
+    with trained(MLP, 0) as engine:
+        engine.ema(0.9)
+        engine.train_step(models.vector_batch(0, 2))
+        engine.save_checkpoint(tmp_path)
+        before = engine.state_dict()
+        with pytest.raises(KeyboardInterrupt), monkeypatch.context() as patch, engine.ema_weights():
+            patch.setattr(Averages, "_pairs", first)
+        text = refusal(engine.train_step, models.vector_batch(1, 2), kind=StateError)
+        assert "so some weights may be averages; continue from a checkpoint (engine.load_checkpoint)" in text
+        engine.load_checkpoint(tmp_path)
+        assert differences(engine.state_dict(), before) == []
+        engine.train_step(models.vector_batch(1, 2))

@@ -69,7 +69,9 @@ class Preemption:
         """Give the signals back to their earlier handlers, unless somebody has taken them since."""
         if self._is_armed and not self._is_leaving:
             self._is_armed = False
-            for number, before in self._before.items():
+            # In another thread Python sets no handler: `_note` stays, and passes each signal on.
+            is_main = threading.current_thread() is threading.main_thread()
+            for number, before in self._before.items() if is_main else ():
                 if signal.getsignal(number) == self._note:
                     signal.signal(number, signal.SIG_DFL if before is None else before)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,16 @@ def test_two_that_are_armed_give_the_signal_back_in_any_order(handler: list[int]
         assert all(one.noted is None for one in both)
         signal.signal(signal.SIGTERM, ours)
     assert handler == [signal.SIGTERM, signal.SIGTERM]
+
+
+def test_another_thread_that_closes_the_engine_leaves_the_signal_to_whoever_had_it(handler: list[int]) -> None:
+    before, preemption = signal.getsignal(signal.SIGINT), Preemption()
+    preemption.arm()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(preemption.disarm).result()
+    signal.raise_signal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, before)
+    assert handler == [signal.SIGTERM] and preemption.noted is None
 
 
 # What a module holds goes when Python has given its handlers up.

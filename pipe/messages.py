@@ -15,8 +15,7 @@ from .split.carried import Carried, CarriedSpec
 from .split.trees import TensorShape
 
 _Half = tuple[bool, int, int | None]  # (is a forward, stage, microbatch)
-_MAX_TENSORS = 64  # in a message
-_NUM_TAGS = 1 << 19  # messages that share a tag arrive in the order in which they were sent
+_NUM_TAGS, _TAGS_OF_MESSAGE = 1 << 19, 1 << 6  # tensors that share a tag arrive in the order in which they were sent
 _RECEIVE_OF = {Op.F: Op.RECV_F, Op.B: Op.RECV_B, Op.I: Op.RECV_B}
 Key = tuple[int, int]
 """(stage, microbatch)."""
@@ -202,12 +201,10 @@ class Messages:
 
     def _tag(self, action: Action, index: int) -> int:
         """Number the earlier stage, the microbatch, the direction and the tensor: the same tag at both ends."""
-        assert index < _MAX_TENSORS, index
         first = min(action.stage, action.peer_stage)
         backward = action.op in (Op.SEND_B, Op.RECV_B)
         number = (action.microbatch or 0) * self._schedule.num_stages + first
-        # _MAX_TENSORS divides _NUM_TAGS, so two messages share a tag only if they have the same index.
-        return (2 * number + backward) * _MAX_TENSORS % _NUM_TAGS + index
+        return ((2 * number + backward) * _TAGS_OF_MESSAGE + index % _TAGS_OF_MESSAGE) % _NUM_TAGS
 
 
 def _listed(spec: CarriedSpec) -> str:

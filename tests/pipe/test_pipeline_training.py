@@ -62,6 +62,26 @@ def computed() -> nn.Module:
     return model.double()
 
 
+class OfList(nn.Linear):
+    """A layer on each tensor of a list."""
+
+    def forward(self, xs: Any) -> Any:
+        return [super(OfList, self).forward(x) for x in xs]
+
+
+class ManyTensors(models.Mlp):
+    """More tensors go between stages than a message has tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(OfList(7, 7), OfList(7, 7))
+        self.double()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.layers([self.first(x) / (number + 1) for number in range(66)])
+        return nn.functional.mse_loss(self.last(sum(x * number for number, x in enumerate(made))), y)
+
+
 def frozen() -> nn.Module:
     """Layers at both ends, and some blocks."""
     model = models.Mlp(layers=5).double()
@@ -80,6 +100,7 @@ ROWS: dict[int, list[tuple[Case, int, str, dict[str, Any]]]] = {  # by number of
         *((TOKENS, 2, schedule, {}) for schedule in SCHEDULES),
         (VECTORS, 2, "zb-h1", {}),
         (FROZEN, 2, "1f1b", {}),
+        (replace(VECTORS, build=ManyTensors), 2, "gpipe", {}),
         *((replace(VECTORS, build=kind).at(3 * at), 2, "1f1b", {}) for at, kind in enumerate(CONTAINERS)),
         (UNUSED, 2, "1f1b", {}),
     ],

@@ -212,7 +212,7 @@ class Checkpointer:
                 scalars: dict[int | str, dict[str, Any] | None] = {}
                 for rank in range(checkpoint.manifest.num_files):  # a rank may lack all parameters of a group
                     for key, own in read_scalars(checkpoint.own_state(rank)).items():  # each has some of its states
-                        scalars[key] = {**(scalars.get(key) or {}), **own} if own else scalars.get(key)
+                        scalars[key] = scalars.get(key) if own is None else {**(scalars.get(key) or {}), **own}
                 own_state = checkpoint.own_state(self._rank_of_origin(checkpoint))
                 own_client_state = read_client_state(own_state)
                 random = read_random_state(own_state["random"], self._world.device)

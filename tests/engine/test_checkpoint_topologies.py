@@ -89,6 +89,9 @@ TRIPS = {
     },
     "lion": to(0, GPT.at(3, config=LION)),
     "NAdam": to(1, GPT.at(3, config=NO_CONFIG), optimizer=partial(torch.optim.NAdam, lr=1e-2)),
+    "a state without a step": to(
+        1, GPT.at(3, config=NO_CONFIG), optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True)
+    ),
     "other states": to(2, GPT.at(3, config=NO_CONFIG), optimizer=groups_with_other_states),
 }
 

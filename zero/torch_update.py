@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ..kernels.weight_rounding import rounded_weights
 from ..offload import Memory
@@ -23,6 +25,8 @@ from .master_weights import MasterWeights
 from .shard_state import ShardChunk, ShardState, StateView
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+_ADDED = "added options"
+"""The scalar state with the values that steps have added to a parameter group, such as a count."""
 
 
 def record_like(optimizer: torch.optim.Optimizer) -> Optimizer | None:
@@ -85,7 +89,7 @@ def another(template: torch.optim.Optimizer, params: list[nn.Parameter]) -> torc
 def check_elementwise(factory: OptimizerFactory) -> None:
     """Raise ValueError unless the optimizer is elementwise, so that it can update shards.
 
-    Tries a small matrix: three steps on the whole and on its flat halves must give the same values.
+    Tries a small matrix: three steps on the whole, on its flat halves, and on a half alone must give the same values.
     """
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(8, BLOCK_NUMEL // 8, generator=generator)
@@ -93,16 +97,15 @@ def check_elementwise(factory: OptimizerFactory) -> None:
     half = whole.numel() // 2
     results = []
     name = "the optimizer"
-    for parts in ([whole.shape], [(half,), (half,)]):
-        values = torch.split(whole.clone().reshape(-1), [torch.Size(shape).numel() for shape in parts])
-        params = [nn.Parameter(v.clone().view(shape)) for v, shape in zip(values, parts, strict=True)]
+    for shapes in ([whole.shape], [(half,), (half,)], [(half,)]):
+        params = [nn.Parameter(part) for part in _cut(whole, shapes)]
         try:
             optimizer = factory(params)
             name = type(optimizer).__name__
+            options = dict(optimizer.param_groups[0])
             for gradient in gradients:
-                param_shards = torch.split(gradient.reshape(-1), [p.numel() for p in params])
-                for param, param_shard in zip(params, param_shards, strict=True):
-                    param.grad = param_shard.clone().view(param.shape)
+                for param, part in zip(params, _cut(gradient, shapes), strict=True):
+                    param.grad = part
                 optimizer.step()
         except _NotMadeAgainError:
             raise
@@ -111,14 +114,41 @@ def check_elementwise(factory: OptimizerFactory) -> None:
                 f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, "
                 f"which failed on a flat parameter: {error}"
             ) from error
-        results.append(torch.cat([param.detach().reshape(-1) for param in params]))
+        results.append(torch.cat([param.detach().flatten() for param in params]))
+        if fault := _fault(optimizer, params[0], options):
+            raise ValueError(
+                f"optimizer: expected a torch optimizer that updates each element by itself, found {name}, {fault}. "
+                "Use an elementwise optimizer (AdamW, SGD, Lion, ...)."
+            )
     # Not bitwise: vector loops may round the ends of a flat parameter differently.
-    if not torch.allclose(results[0], results[1], rtol=1e-6, atol=1e-9):
+    if not all(torch.allclose(results[0][: one.numel()], one, rtol=1e-6, atol=1e-9) for one in results):
         raise ValueError(
             f"optimizer: expected a torch optimizer that updates each element by itself, found {name}. Its result "
-            "depends on the shape of the parameter, so it cannot update shards. Use an elementwise optimizer (AdamW, "
-            "SGD, Lion, ...)."
+            "depends on the shape of the parameter or on other elements, so it cannot update shards. Use an "
+            "elementwise optimizer (AdamW, SGD, Lion, ...)."
         )
+
+
+def _cut(values: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Copy the first elements into tensors of these shapes."""
+    sizes = [math.prod(shape) for shape in shapes]
+    flat = torch.split(values.flatten()[: sum(sizes)].clone(), sizes)
+    return [part.view(shape) for part, shape in zip(flat, shapes, strict=True)]
+
+
+def _fault(optimizer: torch.optim.Optimizer, param: nn.Parameter, options: Mapping[str, Any]) -> str:
+    """Return which value its steps keep where shards or checkpoints lose it; empty: none. options: before the steps."""
+    for key, value in optimizer.param_groups[0].items():
+        # The options of the caller's groups, which no step changes, replace those of shards.
+        if value is not options.get(key, value):
+            return f"whose step() changes the option '{key}' of its parameter group"
+    if beside := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        return f"whose state[{beside[0]!r}] belongs to no parameter"
+    for name, value in optimizer.state[param].items():
+        shapes = [v.shape for v in tree_leaves(value) if isinstance(v, Tensor) and v.numel() > 1]
+        if shapes not in ([], [param.shape]):
+            return f"whose state '{name}' has tensors of the shapes {[*map(tuple, shapes)]} for {tuple(param.shape)}"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -142,6 +172,7 @@ class _Inner:
 
     optimizer: torch.optim.Optimizer
     flats: list[_Flat]
+    option_names: frozenset[str]  # of a new group; steps may add more
 
     def state_of(self, flat: _Flat) -> dict[str, Any]:
         state: dict[str, Any] = self.optimizer.state[flat.param]
@@ -280,7 +311,10 @@ class TorchUpdate:
                 own_dtype = _wide(param.dtype) if dtype.is_floating_point else dtype
                 state[name] = torch.zeros_like(param, dtype=own_dtype)
             for name, value in kept.items():
-                state[name] = value.clone() if isinstance(value, Tensor) else value
+                if name == _ADDED:
+                    flat.options.update(value)
+                else:
+                    state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def forget_states(self, shard: ShardState) -> None:
         self._inner.pop(id(shard), None)
@@ -302,6 +336,8 @@ class TorchUpdate:
             state = inner.state_of(flat)
             key = flat.run.options_index if flat.parameter is None else shard.group.layout.names[flat.parameter]
             kept = {name: v for name, v in state.items() if not _is_elementwise(v, flat.param)}
+            if added := {key: v for key, v in flat.options.items() if key not in inner.option_names}:
+                kept[_ADDED] = added
             found[key] = kept if state or flat.parameter is None else None
         return found
 
@@ -334,7 +370,7 @@ class TorchUpdate:
         template = optimizer.param_groups[0]
         flats = [_Flat(run, {**template, "params": [view]}) for run, view in zip(shard.runs.all, views, strict=True)]
         optimizer.param_groups[:] = [flat.options for flat in flats]
-        inner = self._inner[id(shard)] = _Inner(optimizer, flats)
+        inner = self._inner[id(shard)] = _Inner(optimizer, flats, frozenset(template))
         return inner
 
 

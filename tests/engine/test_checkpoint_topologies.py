@@ -44,6 +44,15 @@ def groups_with_other_states(params: list[nn.Parameter]) -> torch.optim.Optimize
     return torch.optim.RMSprop(groups, lr=1e-3)
 
 
+class CountsInItsGroup(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                param.grad.div_(group["count"])
+        return super().step(closure)
+
+
 class Buffers(models.Mlp):
     """Of all shapes: strided, empty, without dimensions, integer, not saved; the forward counts in them."""
 
@@ -92,6 +101,7 @@ TRIPS = {
     "a state without a step": to(
         1, GPT.at(3, config=NO_CONFIG), optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True)
     ),
+    "a count of the group": to(2, GPT.at(3, config=NO_CONFIG), optimizer=CountsInItsGroup),
     "other states": to(2, GPT.at(3, config=NO_CONFIG), optimizer=groups_with_other_states),
 }
 

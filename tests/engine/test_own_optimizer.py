@@ -1,7 +1,7 @@
 """An optimizer of the caller's own: a class, a callable, an instance with groups, or a record of its own."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -114,6 +114,21 @@ def test_a_class_that_cannot_be_made_again_is_named() -> None:
     assert re.search(words, text)
 
 
+def before_each_step(change: Callable[[dict[str, Any], Any], object]) -> type[torch.optim.Optimizer]:
+    """An optimizer that calls change(group, states by parameter) first."""
+
+    class Changed(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            change(self.param_groups[0], self.state)
+            return super().step(closure)
+
+    return Changed
+
+
+def divide_by_the_norm_of_all(group: dict[str, Any], states: Any) -> None:
+    torch.nn.utils.clip_grads_with_norm_(group["params"], 1.0, nn.utils.get_total_norm(p.grad for p in group["params"]))
+
+
 WHOLE = 'found {}, which updates whole parameters; set "optimizer": {{"type": "{}"'
 MUON, ADAFACTOR = WHOLE.format("Muon", "muon"), WHOLE.format("Adafactor", "adafactor")
 
@@ -126,6 +141,22 @@ MUON, ADAFACTOR = WHOLE.format("Muon", "muon"), WHOLE.format("Adafactor", "adafa
         (lambda params: torch.optim.Muon(param for param in params if param.dim() == 2), MUON),
         (torch.optim.Adafactor, ADAFACTOR),
         (torch.optim.LBFGS, "found LBFGS, which failed on a flat parameter"),
+        (
+            before_each_step(divide_by_the_norm_of_all),
+            "Its result depends on the shape of the parameter or on other el",
+        ),
+        (  # as schedule-free optimizers do
+            before_each_step(lambda group, _: group.update(lr=group["lr"] / 2)),
+            "found Changed, whose step() changes the option 'lr' of its parameter group",
+        ),
+        (
+            before_each_step(lambda _, states: states["k"].update(step=1)),
+            "found Changed, whose state['k'] belongs to no parameter",
+        ),
+        (  # as 8-bit states, which have a scale for each block
+            before_each_step(lambda group, states: states[group["params"][0]].update(scales=torch.ones(4))),
+            "found Changed, whose state 'scales' has tensors of the shapes [(4,)] for (8, 128)",
+        ),
     ],
 )
 def test_an_optimizer_that_is_not_elementwise_is_refused(choice: Any, words: str) -> None:

@@ -303,7 +303,9 @@ class TorchUpdate:
             if index is None:
                 # A run has the same states throughout, so its first parameter shows them.
                 index = next(one.index for one in shard.group.param_shards if one.offset_in_shard >= flat.run.start)
-            kept = scalars.get(names[index], scalars.get(flat.run.options_index, {}))
+            of_group = scalars.get(flat.run.options_index) or {}
+            flat.options.update(of_group.get(_ADDED, {}))
+            kept = scalars.get(names[index], of_group)
             if kept is None:
                 state.clear()
                 continue
@@ -311,9 +313,7 @@ class TorchUpdate:
                 own_dtype = _wide(param.dtype) if dtype.is_floating_point else dtype
                 state[name] = torch.zeros_like(param, dtype=own_dtype)
             for name, value in kept.items():
-                if name == _ADDED:
-                    flat.options.update(value)
-                else:
+                if name != _ADDED:
                     state[name] = value.clone() if isinstance(value, Tensor) else value
 
     def forget_states(self, shard: ShardState) -> None:
@@ -330,15 +330,19 @@ class TorchUpdate:
 
     def scalar_states(self, shard: ShardState) -> ScalarStates:
         """Return the states that are not elementwise, mostly the step."""
-        found: dict[int | str, Mapping[str, Any] | None] = {}
+        found: dict[int | str, dict[str, Any] | None] = {}
         inner = self._inner_of(shard)
         for flat in inner.flats:
             state = inner.state_of(flat)
-            key = flat.run.options_index if flat.parameter is None else shard.group.layout.names[flat.parameter]
             kept = {name: v for name, v in state.items() if not _is_elementwise(v, flat.param)}
+            of_group = found.get(flat.run.options_index) or {}
+            # A step adds them to the group of every flat, with or without a gradient.
             if added := {key: v for key, v in flat.options.items() if key not in inner.option_names}:
-                kept[_ADDED] = added
-            found[key] = kept if state or flat.parameter is None else None
+                of_group = found[flat.run.options_index] = {**of_group, _ADDED: added}
+            if flat.parameter is None:
+                found[flat.run.options_index] = {**of_group, **kept}
+            else:
+                found[shard.group.layout.names[flat.parameter]] = kept if state else None
         return found
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:

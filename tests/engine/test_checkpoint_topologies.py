@@ -17,6 +17,7 @@ from tests.kit import models
 from tests.kit.ranks import RankPool
 from tests.kit.training import Case, differences
 from tests.zero import test_special_parameters as special
+from tests.zero.test_unused_parameters import Branches, batch
 
 GPT = Case(models.short_gpt, models.token_batch, 3, clip=0.5)
 
@@ -49,7 +50,8 @@ class CountsInItsGroup(torch.optim.SGD):
         for group in self.param_groups:
             group["count"] = group.get("count", 0) + 1
             for param in group["params"]:
-                param.grad.div_(group["count"])
+                if param.grad is not None:
+                    param.grad.div_(group["count"])
         return super().step(closure)
 
 
@@ -101,7 +103,9 @@ TRIPS = {
     "a state without a step": to(
         1, GPT.at(3, config=NO_CONFIG), optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True)
     ),
-    "a count of the group": to(2, GPT.at(3, config=NO_CONFIG), optimizer=CountsInItsGroup),
+    "a count of the group": to(  # some parameters are first used after the load
+        2, Case(Branches, partial(batch, 1), 3, config=NO_CONFIG), 3, optimizer=CountsInItsGroup
+    ),
     "other states": to(2, GPT.at(3, config=NO_CONFIG), optimizer=groups_with_other_states),
 }
 

@@ -103,8 +103,9 @@ def reports(command: str, *errors: type[Exception]) -> Callable[[Callable[P, int
                 return run(*args, **kwargs)
             except errors as error:
                 text = re.sub(r"\[Errno \d+\] ", "", str(error))  # the text behind it says the same
-                if isinstance(error, FileExistsError) and error.filename:  # of `mkdir`
-                    text = f"{error.filename}: expected a folder, or a new name, found a file"
+                if isinstance(error, (FileExistsError, NotADirectoryError)) and error.filename:  # of `mkdir`
+                    where = "" if isinstance(error, FileExistsError) else " in its path"
+                    text = f"{error.filename}: expected a folder, or a new name, found a file{where}"
                 print(f"lowtide {command}: {text}", file=sys.stderr)
                 return 1
 

@@ -135,8 +135,9 @@ def test_paths_that_are_none_are_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert refused(capsys, "", "out") == refused(capsys, "in", "") == no_path
     absent = refused(capsys, tmp_path / "absent", "out")
     assert absent.startswith(f"lowtide export: {tmp_path}/absent: expected a folder with")
-    assert refused(capsys, "in", "file") == "lowtide export: file: expected a folder, or a new name, found a file\n"
-    assert refused(capsys, "in", "file/out").startswith("lowtide export: Not a directory: 'file/out")
+    found = "expected a folder, or a new name, found a file"
+    assert refused(capsys, "in", "file") == f"lowtide export: file: {found}\n"
+    assert refused(capsys, "in", "file/out") == f"lowtide export: file/out: {found} in its path\n"
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file"}
 
 

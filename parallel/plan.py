@@ -380,10 +380,12 @@ def _check_kinds(styles: Iterable[str], modules: Mapping[str, nn.Module]) -> Non
         if adapter is not None:
             kind = type(modules[adapter])
             found = f"{kind.__module__.split('.')[2]}.{kind.__name__}"  # such as ia3.Linear
+            if found == "lora.Linear":
+                found += " with a variant such as DoRA"
             raise ValueError(
                 "parallel.tensor: expected PEFT's LoRA without DoRA on split linear layers, found "
-                f"{found}{' with a variant such as DoRA' * (found == 'lora.Linear')} on '{adapter}'; put plain LoRA on "
-                "linear layers alone (use_dora, target_modules), or set parallel.tensor to 1"
+                f"{found} on '{adapter}'; put plain LoRA on linear layers alone (use_dora, target_modules), or set "
+                "parallel.tensor to 1"
             )
 
 

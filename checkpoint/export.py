@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -148,8 +148,9 @@ class ExportFolder:
     def discard(self) -> None:
         """Remove everything that `create` and `write` have made."""
         shutil.rmtree(self._unfinished, ignore_errors=True)
-        if self._made_folder and self.folder.is_dir() and not any(self.folder.iterdir()):
-            self.folder.rmdir()
+        if self._made_folder:
+            with suppress(OSError):  # it has other files, or cannot be changed now: the error of the export counts
+                self.folder.rmdir()
 
 
 def export_source(

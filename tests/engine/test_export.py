@@ -4,12 +4,14 @@ import os
 import resource
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.checkpoint.export import ExportFolder
 from lowtide.checkpoint.files import CheckpointError
 from lowtide.engine.archive.weights import model_files
 from tests.checkpoint.making import read_by_library
@@ -112,6 +114,10 @@ def test_a_module_with_another_kind_of_configuration_has_no_files() -> None:
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
+def failing(*args: object) -> None:
+    raise OSError("full")
+
+
 class BrokenConfig:
     def save_pretrained(self, folder: str) -> None:
         raise KeyError("rope")
@@ -150,6 +156,8 @@ def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_what_was_there(tmp_p
         for options, words, end in bad:
             text = refusal(engine.export, tmp_path / "out", **options)
             assert text.startswith(words) and text.endswith(end)
+        with mock.patch.object(ExportFolder, "write", failing), mock.patch.object(Path, "rmdir", failing):
+            assert "failed on ranks 0, 1: full" in refusal(engine.export, tmp_path / "new", kind=CheckpointError)
     case = Case(WithBrokenConfig, models.vector_batch, 3)
     with lowtide.initialize(case.build(), case.as_config()) as engine:
         text = refusal(engine.export, tmp_path / "out", kind=CheckpointError)

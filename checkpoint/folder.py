@@ -101,30 +101,31 @@ class CheckpointFolder:
         return Checkpoint(next(path for path in self._paths_of(chosen) if path.is_dir()))
 
     def find(self, tag: str | None = None) -> str:
-        """Return the tag, or the latest tag. Raises NoCheckpointError with the existing tags.
+        """Return the tag, or the latest tag. Raises NoCheckpointError if the folder has no checkpoint, or not this tag.
 
-        Raises ValueError for an impossible tag, CheckpointError if `latest` has bad content.
+        Raises ValueError for an impossible tag, CheckpointError if `latest` names none of the folder's checkpoints.
         """
         if tag is not None:
             check_tag(tag)
         if not self.path.exists():
             raise NoCheckpointError(f"{self.path}: expected a folder with checkpoints, but it does not exist")
         if (self.path / MANIFEST).is_file():
-            raise NoCheckpointError(
+            raise CheckpointError(
                 f"{self.path}: expected a folder with checkpoints, found a checkpoint. Pass its parent "
                 f"'{self.path.absolute().parent}' and the tag '{self.path.absolute().name}'."
             )
         chosen = tag if tag is not None else self.latest()
-        if chosen is None:
-            known = self.tags()
-            raise NoCheckpointError(
-                f"{self.path}: expected a file `latest` that names a checkpoint, found none"
-                + (f". Pass a `tag`: the folder has {', '.join(known)}." if known else " and no checkpoint")
-            )
-        if not any(path.is_dir() for path in self._paths_of(chosen)):
-            found = ", ".join(self.tags()) or "none"
-            raise NoCheckpointError(f"{self.path}: expected a checkpoint with the tag '{chosen}', found {found}")
-        return chosen
+        if chosen is not None and any(path.is_dir() for path in self._paths_of(chosen)):
+            return chosen
+        known = ", ".join(self.tags())
+        if tag is not None:
+            raise NoCheckpointError(f"{self.path}: expected a checkpoint with the tag '{tag}', found {known or 'none'}")
+        named = "none" if chosen is None else f"'{chosen}' in it"
+        text = f"{self.path}: expected a file `latest` that names a checkpoint, found {named}"
+        if not known:
+            raise NoCheckpointError(f"{text} and no checkpoint")
+        # Not NoCheckpointError: scripts take that for their first start, and would train anew.
+        raise CheckpointError(f"{text}. Pass a `tag`: the folder has {known}.")
 
     def alternative_to(self, tag: str) -> str | None:
         """Return the newest complete checkpoint with another tag."""

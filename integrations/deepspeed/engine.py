@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.files import NoCheckpointError, folder_path
+from ..checkpoint.files import CheckpointError, folder_path
 from ..checkpoint.folder import CheckpointFolder
 from ..comm import CollectiveError
 from ..engine.archive.run_state import read_client_state, read_training
@@ -636,10 +636,11 @@ class DeepSpeedEngine(nn.Module):
         DeepSpeed need `lowtide checkpoint import` first. load_module_only: load weights alone.
         """
         _refuse_custom(custom_load_fn)
+        folder = CheckpointFolder(folder_path(load_dir))
         try:
-            checkpoint = CheckpointFolder(folder_path(load_dir)).open(None if tag is None else str(tag))
-        except NoCheckpointError as error:
-            if tag is not None:
+            checkpoint = folder.open(None if tag is None else str(tag))
+        except CheckpointError as error:
+            if tag is not None or folder.latest() is not None:
                 raise
             logger.warning("load_checkpoint: %s", error)
             return None, None

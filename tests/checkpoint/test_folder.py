@@ -103,25 +103,29 @@ def test_other_tags_are_taken_and_replaced(tmp_path: Path) -> None:
 
 
 def test_no_checkpoint_is_said_so(tmp_path: Path) -> None:
-    def words(path: Path, tag: str | None = None) -> str:
-        return refusal(CheckpointFolder(path).open, tag, kind=NoCheckpointError)
+    def words(path: Path, tag: str | None = None, kind: type[Exception] = NoCheckpointError) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointFolder(path).open(tag)
+        assert type(caught.value) is kind
+        return str(caught.value)
 
-    latest = "expected a file `latest` that names a checkpoint, found none"
+    latest = "expected a file `latest` that names a checkpoint"
     tagged = "expected a checkpoint with the tag"
-    assert words(tmp_path) == f"{tmp_path}: {latest} and no checkpoint"
+    assert words(tmp_path) == f"{tmp_path}: {latest}, found none and no checkpoint"
     assert words(tmp_path, "a") == f"{tmp_path}: {tagged} 'a', found none"
     save(tmp_path, "b", 1)
     target = save(tmp_path, "c", 2)
     assert words(tmp_path, "a") == f"{tmp_path}: {tagged} 'a', found b, c"
     parent = f"expected a folder with checkpoints, found a checkpoint. Pass its parent '{tmp_path}' and the tag 'b'."
-    assert words(tmp_path / "b") == f"{tmp_path / 'b'}: {parent}"
+    assert words(tmp_path / "b", kind=CheckpointError) == f"{tmp_path / 'b'}: {parent}"
     absent = tmp_path / "absent"
     assert words(absent) == f"{absent}: expected a folder with checkpoints, but it does not exist"
-    for content in ("", "\n", None):
+    for content, found in (("", "none"), ("\n", "none"), ("x", "'x' in it"), (None, "none")):
         (tmp_path / "latest").unlink()
         if content is not None:
             (tmp_path / "latest").write_text(content)
-        assert words(tmp_path) == f"{tmp_path}: {latest}. Pass a `tag`: the folder has b, c."
+        hint = "Pass a `tag`: the folder has b, c."
+        assert words(tmp_path, kind=CheckpointError) == f"{tmp_path}: {latest}, found {found}. {hint}"
     assert target.open("b").manifest.tag == "b"
 
 

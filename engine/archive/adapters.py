@@ -149,9 +149,13 @@ class MergedModel:
                     self._layers.append((f"{name}.", part))
                 kept[f"{name}."] = f"{name}.base_layer."
         self._kept = sorted(kept.items(), key=lambda item: -len(item[0]))  # inner modules before outer modules
-        names = [*state.catalog.parameters, *state.catalog.buffers]
-        self.names = {name: new for name in names if (new := self._name_of(name)) is not None}
+        self.names: dict[str, str] = {}
         """Name in the engine's model -> in the merged model; without the parameters of adapters."""
+        catalog = state.catalog
+        # Of a tied parameter perhaps only an alias is kept.
+        for name in (*catalog.parameters, *catalog.buffers, *catalog.aliases):
+            if (new := self._name_of(name)) is not None:
+                self.names.setdefault(catalog.aliases.get(name, name), new)
 
     def _name_of(self, name: str) -> str | None:
         for outer, inner in self._kept:
@@ -159,7 +163,7 @@ class MergedModel:
                 name = outer + name.removeprefix(inner)
             elif name.startswith(outer):
                 return None
-        return name.removeprefix(_WRAPPED)
+        return name.removeprefix(_WRAPPED) if name.startswith(_WRAPPED) else None
 
     def layers_of(self, names: Collection[str]) -> list[Any]:
         """Return the adapted layers that have a parameter with any of these names."""

@@ -259,12 +259,24 @@ def test_peft_loads_tied_modules_that_are_trained(tmp_path: Path) -> None:
         torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected)
 
 
+def with_shared_matrices() -> Any:
+    return with_peft(base(), peft.VeraConfig(target_modules=["q_proj"], r=2, init_weights=False))
+
+
+def with_copied_embeddings() -> Any:
+    model = small("LlamaForCausalLM", tie_word_embeddings=True)
+    return lora(model, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+
+
 def test_a_merged_model_is_an_ordinary_one(ranks: RankPool, tmp_path: Path) -> None:
     config = {"zero_optimization": {"offload_param": {"device": "cpu"}}}
-    outputs = ranks(2, export_all, [with_head, with_dora], 3, str(tmp_path), config, merged=True)[0]
+    builds = [with_head, with_dora, with_shared_matrices, with_copied_embeddings]
+    outputs = ranks(2, export_all, builds, 3, str(tmp_path), config, merged=True)[0]
     for number, expected in enumerate(outputs):
         model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / str(number))
         assert type(model) is transformers.LlamaForCausalLM
+        written = safetensors_torch.load_file(tmp_path / str(number) / "model.safetensors")
+        assert written.keys() == model.state_dict().keys()
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected, rtol=1e-4, atol=1e-5)
 

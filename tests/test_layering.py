@@ -57,6 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "watch",
     },
     "engine/model": {
+        "engine/archive",
         "engine/blueprint",
         "engine/config",
         "zero",

@@ -18,6 +18,7 @@ from ...model.patches import ModelPatches
 from ...pipe.split.absent import Absent
 from ...watch.log import logger
 from ...zero.released import ReleasedParameter
+from ..archive.agreement import no_rank_alone
 from ..blueprint.optimizer_plan import OptimizerPlan
 from ..config.config import Config
 from ..config.errors import quoted
@@ -29,6 +30,7 @@ Values = Iterator[tuple[nn.Parameter, Tensor]]
 
 _MESSAGE_BYTES = 1 << 18  # far below the size of a layer; a message for each norm and bias would be slow
 
+_BUILDING = "lowtide.initialize: the model's callable"
 _OPEN = "_lowtide_engine"  # attribute of an engine's modules: (id of the module, is it the model, its patches)
 _DIVIDED = "_lowtide_divided"  # attribute of a model that has only parts of some layers: the axes
 LossFn = Callable[[Any, Any], Tensor] | None
@@ -50,12 +52,16 @@ def module_and_values(model: Model, world: World) -> tuple[nn.Module, Values]:
     draws = not isinstance(model, LaterModel) or model.random_state is not None
     if draws:
         torch.set_rng_state(world.broadcast_object(torch.get_rng_state()))  # every rank replays the same random numbers
-    try:
-        later = model if isinstance(model, LaterModel) else DeferredModel(model)
-        refusal = None
-    except NotRecordedError as error:
-        refusal = error
-    if not isinstance(model, LaterModel):
+    later: LaterModel
+    if isinstance(model, LaterModel):
+        later = model
+    else:
+        refusal: NotRecordedError | None = None
+        with no_rank_alone(world, _BUILDING):
+            try:
+                later = DeferredModel(model)
+            except NotRecordedError as error:
+                refusal = error
         # If any rank cannot record, none does: `values_of` broadcasts, and a recorded model draws on each rank.
         refusal = next((one for one in world.gather_objects(refusal) if one is not None), None)
         if refusal is not None:
@@ -76,16 +82,16 @@ def _built_in_turn(build: Callable[[], nn.Module], world: World, refusal: NotRec
     # Rank 0 is the last of its host, so that no rank builds while rank 0 holds its values.
     for turn in reversed(range(max(map(world.hosts.count, world.hosts)))):
         # A host may have fewer ranks than the turns. All ranks still take part in each barrier.
-        if peers.index(world.rank) == turn:
-            try:
-                module = build_in_files(build)
-            except Exception as error:
-                error.add_note(f"It was called with memory: {refusal}")
-                raise
-            if world.rank > 0:
-                for param in module.parameters():
-                    move(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
-        world.barrier()
+        with no_rank_alone(world, _BUILDING):
+            if peers.index(world.rank) == turn:
+                try:
+                    module = build_in_files(build)
+                except Exception as error:
+                    error.add_note(f"It was called with memory: {refusal}")
+                    raise
+                if world.rank > 0:
+                    for param in module.parameters():
+                        move(param, torch.zeros((), dtype=param.dtype).expand(param.shape))
     assert module is not None
     return module
 

@@ -465,6 +465,25 @@ def test_a_host_has_one_model_at_a_time_that_cannot_be_recorded(ranks: RankPool)
     assert nbytes_on_1 < nbytes / 10
 
 
+def fails_on_rank_1(kind: Any) -> str:
+    def build() -> nn.Module:
+        model = kind()
+        if dist.get_rank() == 1:
+            raise ValueError("no file")
+        return model
+
+    return refusal(lowtide.initialize, build, settings(1), kind=RuntimeError if dist.get_rank() == 0 else ValueError)
+
+
+@pytest.mark.parametrize("kind", [models.TinyGPT, ScaledByItsValues])
+def test_a_callable_that_fails_on_a_rank_fails_on_all(ranks: RankPool, kind: Any) -> None:
+    """The second cannot be recorded, and is built by one rank after the other."""
+    assert ranks(2, fails_on_rank_1, kind) == [
+        "lowtide.initialize: the model's callable failed on rank 1: no file",
+        "no file",
+    ]
+
+
 class Pair(NamedTuple):
     """What some models keep rotations in."""
 

@@ -159,7 +159,7 @@ RULES: dict[str, Rule] = {
     "tensor_parallel.dtype": _no_effect("layers are split in the types that the model has", "any value"),
     "tensor_parallel.autotp_size": Rule("only", _TENSOR, "an integer", (0, 1)),
     "tensor_parallel.tp_size": _only(1, _TENSOR, "an integer"),
-    "tensor_parallel.tp": _only({"tp_size": 1}, _TENSOR, "an object"),
+    "tensor_parallel.tp": Rule("only", _TENSOR, "an object", ({"tp_size": 1}, {})),
     "tensor_parallel.preset_model": _only(None, _SPLITS, "a string"),
     "tensor_parallel.partition_config": _only(None, _SPLITS, "an object"),
     "tensor_parallel.kernel_inject": _only(False, "set kernels.fuse_modules; remove the key"),
@@ -216,7 +216,9 @@ RULES: dict[str, Rule] = {
     "zero_optimization.offload_param.max_in_cpu": _no_effect(
         "stage3_max_live_parameters limits how many parameters are held beside the files", "an integer"
     ),
-    "zero_optimization.ignore_unused_parameters": _only(True, "an unused parameter is never an error; set true"),
+    "zero_optimization.ignore_unused_parameters": _no_effect(
+        "an unused parameter is never an error, and does not change", "true or false", True
+    ),
     "zero_optimization.legacy_stage1": _only(False, "stage 1 has a single form; remove the key"),
     "zero_optimization.round_robin_gradients": _no_effect("every rank copies its shard of each gradient"),
     "zero_optimization.parameter_alignment": _no_effect("the layout of the flat buffers is the engine's choice"),

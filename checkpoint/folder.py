@@ -201,9 +201,8 @@ class CheckpointFolder:
 
     def discard(self, tag: str) -> None:
         """Remove an incomplete checkpoint."""
-        shutil.rmtree(self.saving_folder(tag), ignore_errors=True)
         with contextlib.suppress(OSError):
-            self._owner_of(tag).unlink()
+            self._remove_unfinished(tag)
 
     # -- names and renames ----------------------------------------------------------------------------------------
 
@@ -302,11 +301,15 @@ class CheckpointFolder:
             with _tolerated(entry):
                 self._delete(entry) if target.exists() else os.rename(entry, target)
         for entry in self._entries(_OWNER):
-            saving = self.saving_folder(entry.name.removeprefix(_OWNER))
+            tag = entry.name.removeprefix(_OWNER)
             with _tolerated(entry):
-                if _is_abandoned(entry, saving):
-                    shutil.rmtree(saving, ignore_errors=True)
-                    entry.unlink()
+                if _is_abandoned(entry, self.saving_folder(tag)):
+                    self._remove_unfinished(tag)
+
+    def _remove_unfinished(self, tag: str) -> None:
+        shutil.rmtree(self.saving_folder(tag), ignore_errors=True)
+        if not self.saving_folder(tag).exists():  # without an owner, no later job would clear what is left
+            self._owner_of(tag).unlink()
 
 
 def _is_abandoned(owner: Path, saving: Path) -> bool:

@@ -273,7 +273,7 @@ class SplitLayers:
         weight: Tensor = layer.module.weight  # type: ignore[assignment]  # in tiles an alias of the parameter
         bias: Tensor = layer.module.bias  # type: ignore[assignment]
         y = functional.linear(x, weight.t() if layer.is_transposed else weight)
-        return self._brought_together(y, layer) + bias
+        return self._brought_together(y, layer) + bias.to(y.dtype)  # autocast multiplies in a narrower dtype
 
     # -- vocabularies ---------------------------------------------------------------------------------------------
 

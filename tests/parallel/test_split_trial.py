@@ -123,13 +123,16 @@ CASES: list[tuple[Callable[[], nn.Module], str, dict[str, str], str]] = [
 
 @on_ranks(2)
 def test_operations_in_bfloat16_may_differ_by_their_rounding() -> None:
+    found = set()
     torch.manual_seed(0)
     model = Plain()
     model.blocks = nn.ModuleList(Layer(partial(GateUp, nn.Tanh)) for _ in range(2))
     plan = {"mlp.both": "column", "mlp.back": "row", "qkv": "column/3", "out": "row"}
     config = split_config({"tensor": 2}, tensor_parallel={"plan": plan}, torch_autocast={"enabled": True})
+    model.blocks[1].mlp.back.register_forward_hook(lambda *given: found.add(given[-1].dtype))  # it has a bias
     with lowtide.initialize(model, config) as engine:
         assert engine.train_step({key: value[:2] for key, value in batch_of(0, "plain").items()}).loss > 0
+    assert found == {torch.bfloat16}
 
 
 def tried(case: int, parallel: dict[str, int], stage: int = 3) -> str:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ...model.patches import ModelPatches
+from ...model.recomputing import BufferValues
 from .absent import Absent
 from .carried import Name, OuterValues
 from .replay import BLOCK, LeaveForward, Replay, skipped_output
@@ -25,7 +27,7 @@ class _Outer:
 
     owner: nn.Module
     attribute: str
-    parameter: str  # first name of the parameter in the model
+    origin: str  # first name of the parameter in the model; of a norm without parameters: a buffer
     shape: torch.Size
     dtype: torch.dtype
 
@@ -60,10 +62,13 @@ class ReplayedModel:
 
     def run(self, replay: Replay, call: Callable[[nn.Module], Any]) -> Any:
         """Run the stage's part of `call`. Returns the result, or the `LeaveForward` that left the forward."""
-        return self._run(replay, call, set(self._plan.parameters[replay.stage]))
+        return self._run(replay, call, self._names_of(replay.stage))
+
+    def _names_of(self, stage: int) -> set[str]:
+        return {*self._plan.parameters[stage], *self._plan.buffers[stage]}
 
     def _run(self, replay: Replay | Probe, call: Callable[[nn.Module], Any], present: Collection[str]) -> Any:
-        """present: names of the parameters outside the blocks that have values."""
+        """present: names of the parameters and buffers outside the blocks that have values."""
         assert self._active is None, "a stage runs within a stage"
         with self._only(present, replay), replay.values or nullcontext():
             self._active = replay
@@ -75,9 +80,9 @@ class ReplayedModel:
                 self._active = None
 
     def probe(self, probe: Probe, call: Callable[[nn.Module], Any]) -> None:
-        """Run a probe until the model returns, and restore the random state."""
+        """Run a probe until the model returns, and restore random state and buffers."""
         # Parameters outside the blocks that the next stage alone has may be released now: they have no values.
-        now, following = (set(self._plan.parameters[stage]) for stage in (probe.stage - 1, probe.stage))
+        now, following = map(self._names_of, (probe.stage - 1, probe.stage))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             raise LeaveForward(len(self._plan.blocks), ((), {}))
@@ -86,7 +91,7 @@ class ReplayedModel:
         handle = self.module.register_forward_hook(leave, prepend=True)
         devices = [self.device] if self.device.type != "cpu" else []
         try:
-            with torch.random.fork_rng(devices, device_type=self.device.type):
+            with BufferValues(self.module), torch.random.fork_rng(devices, device_type=self.device.type):
                 self._run(probe, call, now & following)
         except Exception:
             # After the first block, the look-ahead may fail because it needs values. Only an earlier error counts.
@@ -114,13 +119,13 @@ class ReplayedModel:
     def _only(self, present: Collection[str], replay: Replay | Probe) -> Iterator[None]:
         """Within the context, parameters outside the blocks that are not in `present` read as absent tensors."""
         # An attribute in `__dict__` hides the parameter of that name.
-        hidden = [outer for outer in self._outer if outer.parameter not in present]
+        hidden = [outer for outer in self._outer if outer.origin not in present]
         dtypes = {dtype: getattr(owner, attribute).dtype for dtype, (owner, attribute) in self._examples.items()}
         device = self.device
         for outer in hidden:
             # The model may have been cast since its parameters were dropped.
             dtype = dtypes.get(outer.dtype, outer.dtype)
-            outer.owner.__dict__[outer.attribute] = Absent(outer.shape, dtype, device, outer.parameter, replay)
+            outer.owner.__dict__[outer.attribute] = Absent(outer.shape, dtype, device, outer.origin, replay)
         try:
             yield
         finally:
@@ -132,17 +137,17 @@ class ReplayedModel:
 
 
 def _tensors_outside(model: nn.Module, blocks: Iterable[nn.Module]) -> list[_Outer]:
-    """List the parameters outside the blocks, and the buffers of their modules."""
+    """List the parameters outside the blocks, the buffers of their modules, and the statistics of norms."""
     # Buffers are hidden with their parameters: a batch norm that is not computed must not count the batch.
     inside = {id(part) for block in blocks for part in block.modules()}
     names = {id(param): name for name, param in model.named_parameters()}
     found = []
-    for owner in model.modules():
+    for name, owner in model.named_modules():
         params = [(attribute, param) for attribute, param in owner._parameters.items() if param is not None]
-        if id(owner) in inside or not params:
+        if id(owner) in inside or not (params or isinstance(owner, _NormBase)):
             continue
         found += [_Outer(owner, attribute, names[id(param)], param.shape, param.dtype) for attribute, param in params]
-        first = names[id(params[0][1])]
+        first = names[id(params[0][1])] if params else f"{name}.running_mean"
         buffers = [(attribute, buffer) for attribute, buffer in owner._buffers.items() if buffer is not None]
         found += [_Outer(owner, attribute, first, buffer.shape, buffer.dtype) for attribute, buffer in buffers]
     return found

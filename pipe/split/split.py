@@ -109,9 +109,9 @@ def _numel_at_places(model: nn.Module, blocks: Blocks, places: Places) -> list[f
     numel_of = {id(param): param.numel() for param in model.parameters()}
     for number, block in enumerate(blocks.values(), 1):
         numels[number] += sum(param.numel() for param in block.parameters())
-    for param, used_at in places.items():
+    for tensor, used_at in places.items():
         for place in used_at:
-            numels[place] += numel_of[param]
+            numels[place] += numel_of.get(tensor, 0)  # buffers do not count
     return numels
 
 
@@ -137,15 +137,19 @@ def _assigned(model: nn.Module, blocks: Blocks, counts: Sequence[int], places: P
 def _stages_of_buffers(
     model: nn.Module, blocks: Blocks, plan: SplitPlan, stages_of: Mapping[int, set[int]]
 ) -> list[tuple[str, int]]:
-    """List (buffer, stage): the stage of its block, else the first with a parameter of the same module, else 0."""
+    """List (buffer, stage): the stage of its block, else the first with a parameter of the same module, else the first
+    that uses it.
+    """
     in_block = {id(part): number for number, block in enumerate(blocks.values()) for part in block.modules()}
     found = []
-    for name, _buffer in model.named_buffers():
+    for name, buffer in model.named_buffers():
         owner = model.get_submodule(name.rpartition(".")[0])
         stages = {stage for param in owner.parameters() for stage in stages_of[id(param)]}
         if id(owner) in in_block:
             stages = {plan.stage_of_block(in_block[id(owner)])}
-        found.append((name, min(stages, default=0)))
+        elif not stages or any(id(part) in in_block for part in owner.modules()):
+            stages = stages_of[id(buffer)]
+        found.append((name, min(stages)))
     return found
 
 

@@ -28,11 +28,11 @@ from .blocks import Blocks, check_order
 _METADATA = frozenset(("dtype", "device", "shape", "size", "dim", "ndim", "numel", "requires_grad", "is_cuda"))
 _LOOPS = (ast.For, ast.While, ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)
 
-Places = dict[int, set[int]]  # by id of a parameter
+Places = dict[int, set[int]]  # by id of a parameter or buffer
 
 
 def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
-    """Find the places at which the source text of the forwards names each parameter outside the blocks.
+    """Find the places at which the source text of the forwards names each parameter and buffer outside the blocks.
 
     A parameter that no forward names is placed by the order of registration. A parameter that is named in the loop over
     the blocks is used at every place of the loop.
@@ -40,9 +40,9 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
     index = {id(block): number for number, block in enumerate(blocks.values())}
     places: Places = {}
 
-    def mark(params: Iterable[nn.Parameter], used_at: set[int]) -> None:
-        for param in params:
-            places.setdefault(id(param), set()).update(used_at)
+    def mark(tensors: Iterable[Tensor], used_at: set[int]) -> None:
+        for tensor in tensors:
+            places.setdefault(id(tensor), set()).update(used_at)
 
     def read(module: nn.Module, begin: int) -> None:
         """Place the parameters of a module that contains blocks. begin: the number of blocks before it."""
@@ -57,10 +57,11 @@ def places_by_code(model: nn.Module, blocks: Blocks) -> Places:
         for name, child in module.named_children():
             reached = max(reached, spans.get(name, (0, 0))[1])
             if name not in spans:
-                mark(child.parameters(), named.get(name) or {reached})
+                mark((*child.parameters(), *child.buffers()), named.get(name) or {reached})
         last = max(end for _, end in spans.values())
-        for name, param in module.named_parameters(recurse=False):  # their registration order says nothing
-            mark([param], named.get(name) or {begin, last})
+        # The registration order of these says nothing.
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            mark([tensor], named.get(name) or {begin, last})
 
     read(model, 0)
     return places

@@ -18,6 +18,7 @@ from torch import nn
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import logging
 
+from ..engine.archive.agreement import no_rank_alone
 from ..engine.engine import Engine
 from ..engine.model.deferred import DeferredModel
 from .accelerator import Accelerator
@@ -456,7 +457,9 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
                 if not hasattr(self.model, "from_pretrained"):
                     raise
                 # transformers' files: experts may have other names and shapes than the model, and buffers are left out.
-                engine.load_state_dict(self.model.from_pretrained(checkpoint).state_dict() if engine.rank == 0 else {})
+                with no_rank_alone(engine._mesh.world, f"loading {checkpoint}"):
+                    state = self.model.from_pretrained(checkpoint).state_dict() if engine.rank == 0 else {}
+                engine.load_state_dict(state)
 
 
 def _adapters_of(model: PeftModel) -> list[nn.Parameter]:

@@ -87,6 +87,16 @@ def test_the_best_of_saved_models_is_taken_up_at_the_end(ranks: RankPool, tmp_pa
     assert same(best, saved) and not same(other, saved)
 
 
+def run_best_without_files(folder: str) -> None:
+    with mock.patch.object(transformers.MixtralForCausalLM, "from_pretrained", side_effect=OSError("no file")):
+        run_best(folder, mixtral)
+
+
+def test_a_best_model_that_cannot_be_read_is_an_error_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    failed = ranks.fails(2, run_best_without_files, str(tmp_path))
+    assert {rank.rank: rank.kind for rank in failed} == {0: "OSError", 1: "RuntimeError"}
+
+
 def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, trained, str(tmp_path), stage(3), {**EVERY_STEP, "save_only_model": True})
     resumed = ranks(2, trained, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))[0]

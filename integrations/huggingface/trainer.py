@@ -423,7 +423,14 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if engine is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        if _engine_folder(checkpoint) is None:  # saved with save_only_model
+        engine._archive.checkpoints.wait()  # after an error the script may resume from a save in the background
+        if _engine_folder(checkpoint) is None:
+            if any(Path(checkpoint).glob("rng_state*")):
+                raise ValueError(
+                    f"resume_from_checkpoint: expected a complete checkpoint with a folder {_tag('N')}, found none in "
+                    f"{checkpoint}: its job ended while it was written. Resume from an earlier checkpoint"
+                )
+            # Saved with save_only_model.
             logger.info("%s has no optimizer state: it begins anew", checkpoint)
             self._load_weights(engine, checkpoint)
             return
@@ -439,6 +446,7 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             super()._load_best_model()
             return
         logger.info("best model: %s (%s)", self.state.best_model_checkpoint, self.state.best_metric)
+        engine._archive.checkpoints.wait()  # its files may be written in the background
         self._load_weights(engine, self.state.best_model_checkpoint)
 
     def _load_weights(self, engine: Engine, checkpoint: str) -> None:

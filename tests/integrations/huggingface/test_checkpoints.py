@@ -1,6 +1,8 @@
 """What a Trainer over an engine saves, and what goes on from it."""
 
 import os
+import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file
 from torch import nn
@@ -27,6 +30,7 @@ from tests.integrations.huggingface.trainings import (
     trainer,
 )
 from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import refusal
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 BEST = {**EVERY_STEP, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
@@ -95,6 +99,43 @@ def run_best_without_files(folder: str) -> None:
 def test_a_best_model_that_cannot_be_read_is_an_error_of_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     failed = ranks.fails(2, run_best_without_files, str(tmp_path))
     assert {rank.rank: rank.kind for rank in failed} == {0: "OSError", 1: "RuntimeError"}
+
+
+@on_ranks(2)
+def test_a_checkpoint_in_the_background_is_complete_or_an_error(tmp_path: Path) -> None:
+    """Without its optimizer, the training would begin anew without a word."""
+    one, config = {**EVERY_STEP, "save_steps": 2}, stage(1, checkpoint={"async": True})
+    whole = trained(str(tmp_path), config, one)
+    made = trainer(str(tmp_path / "stopped"), config, one, callbacks=[Failing()])
+    with mock.patch.object(CheckpointFolder, "commit", late_commit), pytest.raises(RuntimeError, match="of this test"):
+        made.train()
+    made.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-2"))
+    assert same(outcome_of(made).state, whole.state)
+    closed(made)
+    dist.barrier()
+    if is_first():
+        shutil.rmtree(tmp_path / "checkpoint-2" / "global_step2")
+    dist.barrier()
+    text = refusal(trained, str(tmp_path / "again"), config, one, str(tmp_path / "checkpoint-2"))
+    assert text.startswith(
+        "resume_from_checkpoint: expected a complete checkpoint with a folder global_stepN, found none"
+    )
+
+
+class Failing(transformers.TrainerCallback):
+    """Fails once, when a checkpoint has begun."""
+
+    failed = False
+
+    def on_save(self, *args: Any, **kwargs: Any) -> None:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("of this test")
+
+
+def late_commit(self: CheckpointFolder, *args: Any, commit: Any = CheckpointFolder.commit) -> None:
+    time.sleep(0.5)
+    commit(self, *args)
 
 
 def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> None:

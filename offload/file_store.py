@@ -163,6 +163,8 @@ class FileStore:
             try:
                 self._threads.submit(self._do_block, entry, request, verb, index)
             except RuntimeError as error:  # a callback's error would be lost, and `wait` would wait forever
+                if not request.begins(index):
+                    continue
                 failure = OffloadError(
                     f"{self._place()} expected a thread to {verb} '{entry.key}', found {error}; let the main thread "
                     "wait for the training, and let this user start more threads (`ulimit -u`)"
@@ -171,6 +173,8 @@ class FileStore:
                 self._end_block(entry, request, verb, failure)
 
     def _do_block(self, entry: _Entry, request: _Request, verb: _Verb, index: int) -> None:
+        if not request.begins(index):
+            return
         begin = index * self.aio.block_size
         end = min(begin + self.aio.block_size, entry.nbytes)
         move = self._save_block if verb == "save" else self._load_block
@@ -244,6 +248,16 @@ class _Request:
     """The first error. Blocks that have not begun are then skipped."""
     done: Future[None] = field(default_factory=Future)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._not_begun = set(range(self.num_left))
+
+    def begins(self, index: int) -> bool:
+        """Return True once for each block. If the system refuses a thread, its block stays in the pool's queue."""
+        with self._lock:
+            is_first = index in self._not_begun
+            self._not_begun.discard(index)
+            return is_first
 
     def bytes_between(self, begin: int, end: int) -> memoryview:
         assert self.values is not None

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -163,6 +164,35 @@ def test_a_thread_that_the_system_refuses_is_an_error(store: FileStore, monkeypa
         assert f"rank 3 expected a thread to save 'key', found {refused}; let" in error_of(transfer.wait)
     save(store, "key", some_bytes(3 * BLOCK))
     assert torch.equal(loaded(store, "key", 3 * BLOCK), some_bytes(3 * BLOCK))
+
+
+def test_a_refused_thread_ends_no_transfer_that_another_thread_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its block was counted twice, and the memory given back while the first block was still written."""
+    store = FileStore(tmp_path, 3, AioOptions(block_size=BLOCK, thread_count=3))
+    go = {offset: threading.Event() for offset in (0, BLOCK)}
+    real, starts = os.pwritev, [threading.Thread.start] * 2
+
+    def pwritev(descriptor: int, parts: Any, offset: int) -> int:
+        assert go[offset].wait(60)
+        return real(descriptor, parts, offset)
+
+    def start(thread: threading.Thread) -> None:
+        if not starts:
+            raise RuntimeError("can't start new thread")
+        starts.pop()(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", pwritev)
+        patch.setattr(threading.Thread, "start", start)
+        transfer = store.save("key", some_bytes(3 * BLOCK))
+        go[BLOCK].set()
+        time.sleep(0.2)  # the second thread comes to the third block, which was refused
+        assert not transfer.is_done
+        go[0].set()
+        assert "can't start new thread" in error_of(transfer.wait)
+    store.close()
 
 
 @pytest.fixture

@@ -47,8 +47,8 @@ class UpcastStates:
         """
         if self._part is not part:
             self.flush()
-            self._part, self.is_open = part, True
             self._values = {name: state.widened() for name, state in _states_in(stored(False)).items()}
+            self._part, self.is_open = part, True  # not before: after an error the part is not open
         if changes:
             # Kept until `flush`, even if a later call only reads the part.
             self._write = partial(stored, True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from lowtide import Engine
+from lowtide.kernels.optimizer_states import StoredState
 from lowtide.zero.sequence import StateError
 from tests.kit import models
 from tests.kit.ranks import RankPool, on_ranks
@@ -322,12 +324,15 @@ def test_what_rests_elsewhere_is_shown_and_set_alike(tmp_path: Path, precision: 
         assert_alike([outcome for outcome, _ in use_all([(way, case) for case in own])], way)
 
 
-def test_8_bit_states_are_float32_here() -> None:
+def test_8_bit_states_are_float32_here(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = {"type": "adamw", "params": {"lr": 1e-2, "state_dtype": "int8"}}
     case = Case(models.short_gpt, models.token_batch, config={"optimizer": optimizer})
     with start(case) as engine:
         engine.train_step(case.global_batch(0, 1))
-        engine.set_full("norm.bias", torch.full((22,), 0.5), "exp_avg")
+        with pytest.raises(MemoryError), monkeypatch.context() as patch:
+            patch.setattr(StoredState, "widened", Mock(side_effect=MemoryError))
+            engine.full("norm.bias", "exp_avg")
+        engine.set_full("norm.bias", torch.full((22,), 0.5), "exp_avg")  # after an error too
         found = engine.full("norm.bias", "exp_avg")
         torch.testing.assert_close(found, torch.full((22,), 0.5), rtol=2e-2, atol=0)
         assert engine.local("head.weight", "exp_avg_sq").dtype == torch.float32

@@ -15,7 +15,7 @@ from ..comm import Mesh, World
 from ..kernels.optimizer_step import cpu_kernel
 from ..model.compiled import Compiled
 from ..model.patches import ModelPatches
-from ..offload import ActivationOffload, in_storages_of
+from ..offload import ActivationOffload
 from ..parallel.expert_dispatch import split_experts
 from ..parallel.expert_lists import ListedExperts
 from ..parallel.layers import SplitLayers
@@ -59,6 +59,7 @@ from .step.model_runner import ModelRunner
 from .step.parts import Parts, Prediction
 from .step.pipeline_runner import MicrobatchTurns, PipelineRunner
 from .step.runner import Runner
+from .step.self_checks import is_kept_anyway
 from .step.steps import Steps
 from .trial import Trial
 
@@ -413,9 +414,7 @@ def _offload_activations(
     with no_rank_alone(world, "lowtide.initialize"):
         store = activation_store(blueprint.config, blueprint.offload_plan, world)
     wanted = blueprint.config.activation_checkpointing.offload
-    # Tensors that the engine keeps anyway are saved by reference: to offload them would free nothing.
-    kept = [*(group.full for unit in units for group in unit.groups), *module.buffers()]
-    offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, in_storages_of(kept))
+    offload = ActivationOffload(store, wanted.min_bytes, wanted.budget_bytes, is_kept_anyway(module, units))
     # In this order: the offload waits for transfers of the store.
     return offload, (offload.close, store.close)
 

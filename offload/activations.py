@@ -65,7 +65,7 @@ class ActivationOffload:
         self._moves_from_host = not store.is_host_memory
         self._min_bytes = min_bytes
         self._limit = ActivationLimit(budget_bytes)
-        self._is_parameter_storage = is_parameter_storage
+        self.is_parameter_storage = is_parameter_storage
         self.residency = Residency(store)
         self._of_storage: dict[int, list[SavedMemory]] = {}  # by identity of the storage
         self._positions = itertools.count()
@@ -149,7 +149,7 @@ class ActivationOffload:
             return None
         itemsize = tensor.element_size()
         span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        if span * itemsize < self._min_bytes or self._is_parameter_storage(tensor):
+        if span * itemsize < self._min_bytes or self.is_parameter_storage(tensor):
             return None
         if tensor.device.type == "cpu" and not self._moves_from_host:
             self._log("activations on the CPU are already in host memory and stay there; a file store would take them")

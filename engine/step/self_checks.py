@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...model.recomputing import in_eval_mode
+from ...offload import ActivationOffload, in_storages_of
 from ...parallel.sequence_data import SequenceShard
 from ...parallel.split_self_check import SplitSelfCheck
+from ...zero.unit import Unit
 from ..model.sequences import Sequences
 from .features import StepFeature
 from .parts import Parts
@@ -100,12 +102,22 @@ class SplitCheck(StepFeature):
 class SavedActivations(StepFeature):
     """Offloads the tensors that forwards of the whole model save for the backward. See `ActivationOffload`."""
 
-    def __init__(self, saving: AbstractContextManager[object]) -> None:
+    def __init__(self, saving: ActivationOffload, parts: Parts) -> None:
         self._saving = saving
+        self._parts = parts
 
     @classmethod
     def of(cls, parts: Parts) -> Self | None:
-        return None if parts.activations is None else cls(parts.activations)
+        return None if parts.activations is None else cls(parts.activations, parts)
 
     def around_forward(self) -> AbstractContextManager[object]:
         return self._saving
+
+    def after_new_groups(self) -> None:
+        # Else it would offload parameters that have new memory, and hold their old memory.
+        self._saving.is_parameter_storage = is_kept_anyway(self._parts.module, self._parts.runner.passes.units)
+
+
+def is_kept_anyway(module: nn.Module, units: Sequence[Unit]) -> Callable[[Tensor], bool]:
+    """Return whether a tensor is in memory that the engine keeps anyway: to offload it would free nothing."""
+    return in_storages_of([*(group.full for unit in units for group in unit.groups), *module.buffers()])

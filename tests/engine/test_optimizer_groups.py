@@ -1,5 +1,6 @@
 """Groups over some parameters, over frozen ones, and groups that are added between steps: the numbers of torch."""
 
+import gc
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import lowtide
 from lowtide.engine.blueprint.optimizer_plan import OptimizerPlan
@@ -372,6 +374,19 @@ def test_a_graph_of_before_a_group_that_was_divided() -> None:
         engine.optimizer.add_param_group({"params": [model.layers[1].weight]})
         assert "modified by an inplace operation" in refusal(engine.backward, loss, kind=RuntimeError)
         engine.train_step(models.vector_batch_float64(0, 2))
+
+
+def test_offloaded_activations_leave_out_the_parameters_of_a_group_that_was_divided(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path), "min_bytes": 1}
+    engine, _ = Row("late", at(0, {"activation_checkpointing": {"offload": offload}})).started()
+    with engine:
+        first = engine.module.get_submodule("first")
+        old = StorageWeakRef(first.get_parameter("weight").untyped_storage())
+        engine.optimizer.add_param_group({"params": [first.get_parameter("bias").requires_grad_()]})
+        gc.collect()
+        assert old.expired()
+        activations = engine._parts.activations
+        assert activations is not None and all(map(activations.is_parameter_storage, engine.parameters()))
 
 
 @on_ranks(2)

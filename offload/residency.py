@@ -161,7 +161,7 @@ class Residency:
                 return
             try:
                 self._start_load(following)
-            except OffloadError:
+            except (OffloadError, torch.OutOfMemoryError):
                 return  # the use that needs it raises
 
     def _arrive(self, memory: SavedMemory) -> None:

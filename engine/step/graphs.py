@@ -278,6 +278,7 @@ class GraphRunner(ModelRunner):
         self._said = set[str]()
         self.updates = UpdateGraphs(optimizer, device, self._say)
         self._addresses: list[int] = []  # of parameters and buffers, when the graphs were captured
+        self._sums: list[int] = []  # addresses of the sums of microbatches that the graphs use
         self._generation = 0  # grows when graphs are dropped: other ranks may keep theirs
         patches.callback(self._forget)
 
@@ -288,7 +289,8 @@ class GraphRunner(ModelRunner):
         steps.update.update_all = self.updates.update_all
         shards = [group.shard for unit in self.passes.units for group in unit.groups]
         addresses = [tensor.data_ptr() for tensor in chain(shards, self._module.buffers())]
-        if addresses != self._addresses or self.updates.have_moved():
+        # `engine.offload_states` moves gradients and states.
+        if addresses != self._addresses or self._sums_now() != self._sums or self.updates.have_moved():
             if self._addresses:
                 self._say("graphs begin anew: parameters, buffers or states have other memory than in the last step")
             self._forget()
@@ -374,7 +376,7 @@ class GraphRunner(ModelRunner):
         self.updates.forget()
         self._generation += 1
         self._times.clear()
-        self._states = self._states[:1]
+        self._states, self._sums = self._states[:1], []
 
     # -- eager, captured, replayed --------------------------------------------------------------------------------
 
@@ -469,7 +471,11 @@ class GraphRunner(ModelRunner):
         if self._now and all(one.is_at(other) for one, other in zip(before, after, strict=True)):
             return self._now
         self._states.append(after)
+        self._sums = self._sums_now()
         return len(self._states) - 1
+
+    def _sums_now(self) -> list[int]:
+        return [state.flat.data_ptr() for state in chain(*self._states) if state.flat is not None]
 
 
 @contextmanager

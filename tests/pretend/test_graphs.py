@@ -200,6 +200,9 @@ def come_between(engine: lowtide.Engine, what: str, batch: tuple[Tensor, ...]) -
     elif what == "join":
         with engine.join():
             engine.train_step(batch)
+    elif what == "offload":
+        engine.offload_states(["gradients"])
+        engine.reload_states()
     elif what == "modes":
         engine.module.blocks[0].eval()  # type: ignore[index, union-attr]
     elif what == "rates":
@@ -259,6 +262,7 @@ OVER_RANKS = [
     Case(3, "bf16", 2, RECOMPUTED),
     Case(3, "bf16", 3, {"zero_optimization": {"stage": 3, "shard_size": 1}}),
     Case(3, "bf16", 1, between="join"),
+    Case(1, "bf16", 2, between="offload"),
 ]
 
 

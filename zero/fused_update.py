@@ -227,7 +227,7 @@ class FusedUpdate:
                 if name in first:  # but not remainders of weights
                     values_of(memory).fill_(first[name].item())
 
-    def scalar_states(self, shard: ShardState) -> ScalarStates:
+    def scalar_states(self, shard: ShardState, missed: Mapping[int, int]) -> ScalarStates:
         return {}
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:

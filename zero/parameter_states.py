@@ -85,7 +85,8 @@ class ParameterStates:
         params = [pair for shard in self._shards for pair in shard.group.plan.params]
         missed = {name: count for name, param in params if (count := self._counts.missed[id(param)])}
         shards = self._shards if self._counts.num_steps else ()
-        kept = {key: states for shard in shards for key, states in self._update.scalar_states(shard).items()}
+        by_shard = [self._update.scalar_states(shard, self._counts.missed) for shard in shards]
+        kept = {key: states for found in by_shard for key, states in found.items()}
         if self._update.has_rule:
             said = {name: {MISSED_STEPS: count} for name, count in missed.items()}
             both = {key: {**(kept.get(key) or {}), **said.get(str(key), {})} for key in kept.keys() | said.keys()}

@@ -328,10 +328,13 @@ class TorchUpdate:
                 if flat.parameter == index:
                     inner.state_of(flat).clear()
 
-    def scalar_states(self, shard: ShardState) -> ScalarStates:
-        """Return the states that are not elementwise, mostly the step."""
+    def scalar_states(self, shard: ShardState, missed: Mapping[int, int]) -> ScalarStates:
+        """Return the states that are not elementwise, mostly the step. missed: as in `UpdateTerms`."""
         found: dict[int | str, dict[str, Any] | None] = {}
         inner = self._inner_of(shard)
+        # An update in the backward leaves out a shard that nobody has used, so `update` did not see its parameters.
+        params = shard.group.params
+        inner.cut(shard.group.param_shards, {index for index, param in enumerate(params) if missed.get(id(param))})
         for flat in inner.flats:
             state = inner.state_of(flat)
             kept = {name: v for name, v in state.items() if not _is_elementwise(v, flat.param)}

@@ -227,7 +227,7 @@ class WholeUpdate(FusedUpdate):
         super().reset_states(shard, index)
         shard.memory.factors.pop(index, None)
 
-    def scalar_states(self, shard: ShardState) -> ScalarStates:
+    def scalar_states(self, shard: ShardState, missed: Mapping[int, int]) -> ScalarStates:
         return {shard.group.layout.names[index]: factors for index, factors in shard.memory.factors.items()}
 
     def held(self, shard: ShardState) -> Iterator[Tensor]:

@@ -103,6 +103,11 @@ TRIPS = {
     "a state without a step": to(
         1, GPT.at(3, config=NO_CONFIG), optimizer=partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True)
     ),
+    "a unit that a backward did not update": to(
+        1,
+        Case(Branches, partial(batch, 1), config={**NO_CONFIG, "zero_optimization": {"update_in_backward": True}}),
+        optimizer=torch.optim.NAdam,
+    ),
     "a count of the group": to(  # some parameters are first used after the load
         2, Case(Branches, partial(batch, 1), 3, config=NO_CONFIG), 3, optimizer=CountsInItsGroup
     ),

@@ -7,7 +7,6 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -218,11 +217,19 @@ class TorchUpdate:
     waits_for_norm = True
     deciding_options = ()  # it follows all options
 
-    def __init__(self, factory: OptimizerFactory, masters: MasterWeights = MasterWeights.WIDER, seed: int = 0) -> None:
-        """masters: WIDER or NONE. seed: of random rounding without masters."""
+    def __init__(
+        self,
+        factory: OptimizerFactory,
+        param_groups: Sequence[Options],
+        masters: MasterWeights = MasterWeights.WIDER,
+        seed: int = 0,
+    ) -> None:
+        """param_groups: the caller's list. masters: WIDER or NONE. seed: of random rounding without masters."""
         self.masters = masters
         self.seed = seed
         self._factory = factory
+        self._param_groups = param_groups
+        self._first: dict[int, dict[str, torch.dtype]] = {}  # by index in param_groups, as `_first_dtypes`
         self._inner: dict[int, _Inner] = {}  # by id of the shard
 
     @property
@@ -251,10 +258,8 @@ class TorchUpdate:
         master = whole.master if shard.form.rounding is None else whole.master.float()
         inner.cut(shard.group.param_shards, {index for index, param in enumerate(params) if id(param) in terms.unused})
         for flat in inner.flats:
-            options, param = flat.options, flat.param
-            outer = terms.options[flat.run.options_index]
-            # The user's groups may have keys of schedulers (initial_lr), which the inner optimizer does not know.
-            options.update({key: value for key, value in outer.items() if key in options and key != "params"})
+            param = flat.param
+            _take_options(flat.options, terms.options[flat.run.options_index])
             # Each step anew: an offloaded shard and a delayed update come in different memory.
             param.data = master[flat.run.start : flat.run.end]
             if flat.parameter is None or id(params[flat.parameter]) not in terms.unused:
@@ -286,7 +291,7 @@ class TorchUpdate:
                 name: torch.zeros(
                     param_shard.numel, dtype=_wide(flat.param.dtype) if dtype.is_floating_point else dtype
                 )
-                for name, dtype in self._first_dtypes.items()
+                for name, dtype in self._first_dtypes(flat.run.options_index).items()
             }
         low = param_shard.offset_in_shard - flat.run.start
         return {name: v[low : low + param_shard.numel] for name, v in state.items() if _is_elementwise(v, flat.param)}
@@ -353,14 +358,17 @@ class TorchUpdate:
         states = self._inner[id(shard)].optimizer.state.values() if id(shard) in self._inner else ()
         return (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
 
-    @cached_property
-    def _first_dtypes(self) -> dict[str, torch.dtype]:
-        """The elementwise states of a float32 parameter after a step: name -> dtype."""
-        param = nn.Parameter(torch.zeros(2))
-        param.grad = torch.zeros(2)
-        optimizer = self._factory([param])
-        optimizer.step()
-        return {name: v.dtype for name, v in optimizer.state[param].items() if _is_elementwise(v, param)}
+    def _first_dtypes(self, options_index: int) -> dict[str, torch.dtype]:
+        """Return the elementwise states of a float32 parameter of a group after a step: name -> dtype."""
+        if options_index not in self._first:
+            param = nn.Parameter(torch.zeros(2))
+            param.grad = torch.zeros(2)
+            optimizer = self._factory([param])
+            _take_options(optimizer.param_groups[0], self._param_groups[options_index])
+            optimizer.step()
+            states = optimizer.state[param].items()
+            self._first[options_index] = {name: v.dtype for name, v in states if _is_elementwise(v, param)}
+        return self._first[options_index]
 
     def _inner_of(self, shard: ShardState) -> _Inner:
         """Return the optimizer of a shard after a step, which may have left all of the shard out."""
@@ -379,6 +387,12 @@ class TorchUpdate:
         optimizer.param_groups[:] = [flat.options for flat in flats]
         inner = self._inner[id(shard)] = _Inner(optimizer, flats, frozenset(template))
         return inner
+
+
+def _take_options(own: dict[str, Any], outer: Options) -> None:
+    """Set the options of an inner group to those of the caller's group."""
+    # The caller's groups may have keys of schedulers (initial_lr), which the inner optimizer does not know.
+    own.update({key: value for key, value in outer.items() if key in own and key != "params"})
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -203,7 +203,7 @@ class OptimizerPlan:
         if self.fused is not None:
             return self.fused
         assert self.factory is not None
-        return TorchUpdate(self.factory, self.masters, self.seed)
+        return TorchUpdate(self.factory, self.param_groups, self.masters, self.seed)
 
 
 def _divided(

@@ -85,6 +85,7 @@ def to(stage: int, case: Case, steps_before: int = 2, **options: Any) -> Trip:
 
 
 NO_CONFIG = {"optimizer": None}
+BRANCHES = Case(Branches, partial(batch, 1), 3, config=NO_CONFIG)  # some parameters are first used after the load
 TRIPS = {
     "bf16": to(0, GPT.at(3, config=BF16)),
     "fp16": to(1, GPT.at(3, config=FP16), steps_before=8),
@@ -105,13 +106,11 @@ TRIPS = {
     ),
     "a unit that a backward did not update": to(
         1,
-        Case(Branches, partial(batch, 1), config={**NO_CONFIG, "zero_optimization": {"update_in_backward": True}}),
+        BRANCHES.at(0, config={"zero_optimization": {"update_in_backward": True}}),
         optimizer=torch.optim.NAdam,
     ),
-    "a count of the group": to(  # some parameters are first used after the load
-        2, Case(Branches, partial(batch, 1), 3, config=NO_CONFIG), 3, optimizer=CountsInItsGroup
-    ),
-    "other states": to(2, GPT.at(3, config=NO_CONFIG), optimizer=groups_with_other_states),
+    "a count of the group": to(2, BRANCHES, 3, optimizer=CountsInItsGroup),
+    "other states": to(2, BRANCHES, optimizer=groups_with_other_states),
 }
 
 
@@ -145,8 +144,8 @@ def test_what_is_saved_of_each(before: dict[str, Continuation]) -> None:
         assert dtypes(name, "state.layers.0.weight.") == {torch.float64}
         assert dtypes(name, "state.layers.0.bias.") == {torch.float32}
     assert states("lion", "head.weight") == {"exp_avg"}
-    assert states("other states", "blocks.0.qkv.weight") == {"square_avg", "momentum_buffer"}
-    assert states("other states", "blocks.0.up.bias") == {"square_avg", "grad_avg"}
+    assert states("other states", "branches.1.0.weight") == {"square_avg", "momentum_buffer"}
+    assert states("other states", "branches.1.0.bias") == {"square_avg", "grad_avg"}
     tied = set(before["TiedAcrossUnits"].restored)
     assert len({"layers.0.weight", "layers.2.weight"} & tied) == len({"layers.1.bias", "first.bias"} & tied) == 1
     buffers = before["Buffers"].restored

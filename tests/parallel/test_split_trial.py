@@ -129,7 +129,8 @@ def test_operations_in_bfloat16_may_differ_by_their_rounding() -> None:
     model.blocks = nn.ModuleList(Layer(partial(GateUp, nn.Tanh)) for _ in range(2))
     plan = {"mlp.both": "column", "mlp.back": "row", "qkv": "column/3", "out": "row"}
     config = split_config({"tensor": 2}, tensor_parallel={"plan": plan}, torch_autocast={"enabled": True})
-    model.blocks[1].mlp.back.register_forward_hook(lambda *given: found.add(given[-1].dtype))  # it has a bias
+    back = model.get_submodule("blocks.1.mlp.back")  # it has a bias
+    back.register_forward_hook(lambda *given: found.add(given[-1].dtype))
     with lowtide.initialize(model, config) as engine:
         assert engine.train_step({key: value[:2] for key, value in batch_of(0, "plain").items()}).loss > 0
     assert found == {torch.bfloat16}

@@ -78,10 +78,18 @@ class _Run:
         self.halves: set[int] = set()  # stages with gradients of an I in `param.grad` whose W has not come
 
     @property
+    def _held(self) -> tuple[dict[Key, Any], ...]:
+        return self.inputs, self.entries, self.graphs, self.gradients, self.outputs_to_send, self.gradients_to_send
+
+    @property
     def is_over(self) -> bool:
         """True if every tensor has been used or sent."""
-        is_used = not (self.inputs or self.entries or self.graphs or self.gradients)
-        return is_used and not (self.outputs_to_send or self.gradients_to_send)
+        return not any(self._held)
+
+    def free(self) -> None:
+        """Drop all tensors, after a failure."""
+        for held in self._held:
+            held.clear()
 
 
 class Executor:
@@ -162,7 +170,7 @@ class Executor:
             self._note(error, action)
             self._begin(())
             raise
-        # After a failure, tensors of actions that were not computed are left.
+        # After a failure on another rank, tensors of actions that were not computed are left.
         assert self.has_failed or self._run.is_over
         assert not self.messages.is_any_unused
         losses = [loss for _, loss in sorted(self._run.losses.items())]
@@ -191,6 +199,9 @@ class Executor:
     def _begin(self, microbatches: Sequence[Any], scaled: Scaled = lambda loss: loss) -> None:
         self._run = _Run(microbatches, scaled, self._stages)
         self.messages.begin([shapes_in(microbatch) for microbatch in microbatches])
+        self._forget_weights()
+
+    def _forget_weights(self) -> None:
         for weights in self._weights.values():
             weights.forget()
 
@@ -209,6 +220,8 @@ class Executor:
             except Exception as error:
                 self._note(error, action)
                 self.failure, self.has_failed = error, True
+                self._run.free()  # perhaps memory ran out, and the messages that follow need some
+                self._forget_weights()
         elif action.op in COMPUTE_OPS:
             self._drop_inputs(action)
         # A peer has posted its receive, or will: it must get a message of the agreed shapes.

@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import time
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from functools import partial
@@ -316,6 +317,17 @@ def test_a_stage_that_fails_ends_the_step_on_all_ranks_and_training_goes_on(
     assert len(texts) == 2 and all("KeyError: 'no such expert'" in text for text in texts)
     assert seconds < 60  # where the timeout is longer than the test may take
     assert differences(values, whole) == []
+
+
+@on_ranks(2)
+def test_a_stage_that_fails_frees_its_activations_at_once() -> None:
+    model, made, alive = chain("fails", 0), list[weakref.ref[Tensor]](), list[int]()
+    model.blocks[0].register_forward_hook(lambda *given: made.append(weakref.ref(given[-1])))
+    engine = lowtide.initialize(model, CONFIG | {"pipeline": {"schedule": "zb-h1"}})
+    runner: Any = engine._runner
+    runner.executor.on_action = lambda *_: alive.append(sum(one() is not None for one in made))
+    assert "no such expert" in text_of(lambda: engine.train_step(batch_of()))
+    assert engine.rank == 1 or (max(alive), alive[-1]) == (2, 0)  # two microbatches came before it
 
 
 TEXT = (

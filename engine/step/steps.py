@@ -470,12 +470,19 @@ class Steps:
         is_started = not has_nothing and self.update.can_be_skipped
         if is_started:
             self._start_update(summed, clipping, grad_scale)
-        sums = summed.read()
+        interrupt: KeyboardInterrupt | None = None
+        try:
+            sums = summed.read()
+        except KeyboardInterrupt as error:
+            # Ctrl-C mostly comes here, where the host waits for the device, which updates all the same.
+            sums, interrupt = summed.read(), error
         clearings_differ = sums.cleared != cleared * self._mesh.world.size
         if is_started:
             # The device has skipped the update for the same reasons: `SummedStep.factor_and_skip`.
             is_wrong = sums.num_bad or sums.num_changed or clearings_differ
             self.update.end_skipped(not is_wrong, sums.unused)
+        if interrupt is not None:
+            raise interrupt
         update_failed, num_lacking, _, *counts = sums.events
         if sums.num_changed or clearings_differ or update_failed or has_nothing:
             self._refuse(sums, clearings_differ)

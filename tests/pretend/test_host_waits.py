@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide import Engine, NonFiniteGradientError
 from lowtide.kernels.quantized_blocks import packed_signs, unpacked_signs
+from lowtide.offload import OnHost
 from lowtide.zero.codec import Codec
 from tests.kit.features import (
     FIRST_STEPS,
@@ -247,6 +249,25 @@ def test_an_update_that_was_started_changes_nothing(config: dict[str, Any]) -> N
         if not in_backward:
             assert all(torch.equal(a, b) for a, b in zip(before, weights(engine), strict=True))
             assert engine.optimizer.num_steps == num_steps
+
+
+@pytest.mark.parametrize(("value", "num_steps"), [(1.0, 2), (math.inf, 1)])
+@on_device()
+def test_ctrl_c_while_the_host_waits_counts_what_the_device_has_updated(value: float, num_steps: int) -> None:
+    real, interrupts = OnHost.read, [KeyboardInterrupt()]
+
+    def read(self: OnHost) -> Tensor:
+        if interrupts:
+            raise interrupts.pop()
+        return real(self)
+
+    with make_engine(Net(2), PRECISIONS["bf16"]) as engine:
+        engine.ema(0.5)
+        train_step(engine, torch.randn(2, WIDTH))
+        with pytest.raises(KeyboardInterrupt), patch.object(OnHost, "read", read):
+            train_step(engine, torch.randn(2, WIDTH) * value)
+        assert engine.optimizer.averages is not None
+        assert engine.optimizer.num_steps == engine.optimizer.averages.num_updates == num_steps
 
 
 @on_device()

@@ -425,7 +425,6 @@ class GraphRunner(ModelRunner):
         ready = map_tensors(ready, lambda tensor: next(static))
         before = [gradient.state() for gradient in steps.gradients]
         steps.scale.on_device = self._seed
-        stream = torch.accelerator.current_stream(self._mesh.world.device)
         first: Exception | None = None
         try:
             with _captures(self._torch.graph(graph, self._pool, self._stream, capture_error_mode=_MODE)):
@@ -440,8 +439,6 @@ class GraphRunner(ModelRunner):
                 raise _not_captured(first) from first
             raise first from None
         finally:
-            # torch leaves the stream of the capture current if the capture cannot end.
-            torch.accelerator.set_stream(stream)
             steps.scale.on_device = None
         logger.info(
             "compile.graphs: captured microbatch %d of a step, with inputs %s (graph %d of %d)",
@@ -485,12 +482,14 @@ def _captures(graph: Any) -> Iterator[None]:
     One may free a graph, or pinned memory, of an engine that nobody closed. The device refuses that meanwhile, and ends
     the capture.
     """
-    collects = gc.isenabled()
+    collects, stream = gc.isenabled(), torch.accelerator.current_stream()
     gc.disable()
     try:
         with graph:
             yield
     finally:
+        # torch leaves the stream of the capture current if the capture cannot end.
+        torch.accelerator.set_stream(stream)
         if collects:
             gc.enable()
 

@@ -17,6 +17,7 @@ from lowtide.engine.blueprint.blueprint import Blueprint
 from lowtide.engine.config.config import Config
 from lowtide.engine.planner import planner
 from lowtide.engine.step.graphs import GraphRunner
+from lowtide.kernels.optimizer_step import UpdateLaunches
 from tests.kit import models
 from tests.kit.grids import pairs
 from tests.kit.ranks import on_device
@@ -356,6 +357,21 @@ def test_graphs_may_be_dropped_between_replays(act: Callable[[lowtide.Engine], N
             assert not graphs or len(engine._runner.updates.graphs) == 1  # type: ignore[attr-defined]
             found.append(loss)
     assert found[0] == found[1]
+
+
+@on_device()
+def test_an_update_that_cannot_be_captured_leaves_the_stream_as_it_was() -> None:
+    real, stream = UpdateLaunches.run, torch.accelerator.current_stream()
+
+    def run(self: UpdateLaunches, factor: Tensor, *given: Any) -> None:
+        real(self, factor, *given)
+        factor.item()
+
+    with optimizer_kernel(), make_engine(models.TinyGPT(width=16), {"compile": {"graphs": True}}) as engine:
+        with patch.object(UpdateLaunches, "run", run), pytest.raises(RuntimeError, match="value is read by the host"):
+            for step in range(4):
+                engine.train_step(models.token_batch(step, 2))
+        assert torch.accelerator.current_stream() == stream
 
 
 MEASURED = [

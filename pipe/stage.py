@@ -82,7 +82,7 @@ class Stage:
         """
         self._check_received(received)
         outputs = _expanded(received.spec) if received is not None else []
-        values = self._values(received)
+        values = self._values(received, form)
         replay = Replay(self.plan, self.index, received, outputs, self._replayed.device, values, self._streams)
         if self._streams is not None:
             self._streams.begin_forward()
@@ -97,11 +97,12 @@ class Stage:
         replay.values = None
         return map_leaves(resolved, result)
 
-    def _values(self, received: Carried | None) -> OuterValues | None:
+    def _values(self, received: Carried | None, form: Hashable) -> OuterValues | None:
         """Return a store for values outside the blocks, if this stage or a later stage may need a value by name."""
         to_bind = received is not None and received.spec.passing
+        known = [needs for (_, *kind, _), needs in self._needs.items() if kind == [self.module.training, form]]
         # Before the first probe the needs are unknown, so values are kept.
-        may_pass = not self.is_last and (not self._needs or any(needs.passing for needs in self._needs.values()))
+        may_pass = not self.is_last and (not known or any(needs.passing for needs in known))
         return OuterValues() if to_bind or may_pass else None
 
     def _carried(

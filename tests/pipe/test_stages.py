@@ -358,14 +358,21 @@ def test_named_values_do_not_outlive_the_forward() -> None:
 
 def test_random_state_is_drawn_once_although_the_first_run_calls_the_model_twice() -> None:
     class Noisy(models.Mlp):
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return super().forward(x + torch.rand(x.shape), y)
+        form = "plain"
 
-    stage, found = stages_of(Noisy, 3)[0], []
-    for _ in range(2):
-        torch.manual_seed(3)
-        found.append((stage.run(of_vectors).tensors[0], torch.get_rng_state()))
-    assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            x = start = self.first(x + torch.rand(x.shape))
+            for layer in self.layers:
+                x = layer(x)
+            return functional.mse_loss(self.last(x + start if self.form == "with start" else x), y)
+
+    stage = stages_of(Noisy, 3)[0]
+    for Noisy.form in ("plain", "with start"):
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            found.append((stage.run(of_vectors, form=Noisy.form).tensors[0], torch.get_rng_state()))
+        assert all(torch.equal(first, second) for first, second in zip(*found, strict=True))
 
 
 # -- hooks and compilers ----------------------------------------------------------------------------------------------

@@ -163,14 +163,23 @@ class SequenceData:
             made["use_cache"] = False
         return SequenceShard(made, whole.to(device), factor, ignored)
 
-    def all_labelled(self, batch: Any, device: torch.device) -> SequenceShard:
-        """Return a few tokens, each with a valid label. Only for an axis of a single rank, which has all tokens."""
-        part = self.part(batch, device, needs_labels=False)
-        made = _narrowed(dict(part), 0)
+    def all_labelled(self, batch: Any, device: torch.device) -> tuple[SequenceShard, SequenceShard | None]:
+        """Return a few tokens, each visible one with a valid label. Only for an axis of a single rank, which has all
+        tokens.
+
+        The second counts its positions itself, by the mask of the batch; None if the batch has them.
+        """
+        part, seen = self.part(batch, device, needs_labels=False), batch.get("attention_mask")
+        made, seen = _narrowed(dict(part), 0), None if seen is None else seen[:, :_TRIED]
         # A class that the batch has, or 0 if all labels are ignored (-100).
         label = int(part["shift_labels"].max().clamp(min=0))
         labels = torch.full_like(made["shift_labels"], label)
-        return SequenceShard(_with_labels(made, labels), part.whole, 1.0)
+        counted = {name: value for name, value in made.items() if name != "position_ids"}
+        if seen is not None and bool(seen.any()):
+            counted["attention_mask"] = seen
+            labels = labels.where(seen.to(labels.device) != 0, part.ignored)
+        one, other = (SequenceShard(_with_labels(inputs, labels), part.whole, 1.0) for inputs in (made, counted))
+        return one, other if self._is_hugging_face and batch.get("position_ids") is None else None
 
     def trial(
         self, batch: Any, device: torch.device

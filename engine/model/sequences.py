@@ -164,16 +164,26 @@ class Sequences:
         loss_of: Callable[[SequenceShard], Tensor | None],
         summed: Callable[[Sequence[int]], Sequence[int]],
     ) -> None:
-        """Find the label that the loss ignores, from its calls of torch's losses: parts are padded with it."""
+        """Find the label that the loss ignores, from its calls of torch's losses: parts are padded with it.
+
+        Also check the positions of a batch without position_ids: parts count them from 0.
+        """
+        part, counted = self._data_at(0, 1).all_labelled(batch, self._device)
         self._attention.is_alone = True
         try:
             with in_eval_mode(self._module), IgnoredLabels() as labels:
-                loss = loss_of(self._data_at(0, 1).all_labelled(batch, self._device))
+                loss = loss_of(part)
+                differs = counted is not None and _differ([loss], [loss_of(counted)], self._tolerance())
         finally:
             self._attention.is_alone = False
         of_loss = labels.found if self._has_own_loss else labels.found[-1:]  # a loss_fn runs after the model's loss
         found = [] if loss is None else sorted(set(of_loss))
-        num_many, num_found, total = summed([len(found) > 1, len(found) == 1, sum(found)])
+        num_many, num_found, total, num_differ = summed([len(found) > 1, len(found) == 1, sum(found), differs])
+        if num_differ:
+            raise SequenceError(
+                f"batch: expected position_ids, since {type(self._module).__name__} does not count positions from 0 "
+                "through each row, found none; add the positions that it would use"
+            )
         if num_many:
             listed = " and ".join(map(str, found)) or "several on a different rank"
             raise SequenceError(

@@ -104,6 +104,7 @@ def of_this_rank(ids: Tensor) -> Tensor:
 
 
 NO_SUM = "expected the mean over the labels of its part"
+POSITIONS = "batch: expected position_ids, since"
 STAGES = {"parallel": {"pipeline": 2, "sequence": 2}}
 PLAIN: dict[str, Any] = {"build": Plain, "kind": "plain"}
 REFUSED: dict[int, list[Refused]] = {  # by number of ranks
@@ -168,6 +169,9 @@ REFUSED: dict[int, list[Refused]] = {  # by number of ranks
             TwoLosses,
             "plain",
         ),
+        # Positions that are not counted from 0 through the whole row.
+        Refused(f"{POSITIONS} RobertaForCausalLM", partial(small, "RobertaForCausalLM", is_decoder=True)),
+        Refused(f"{POSITIONS} OPTForCausalLM", partial(small, "OPTForCausalLM", word_embed_proj_dim=32), "left"),
         # Attention that no ring computes.
         Refused("Gemma2Attention: ring attention computes scaled scores only", capped, config=TWO | RING),
         Refused(

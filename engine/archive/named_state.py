@@ -190,7 +190,7 @@ class NamedState:
         """Bring weights that were changed in place to their computed copies, on all ranks. A collective.
 
         groups: the changed groups; None: all. ends_graphs: autograd refuses backwards of earlier forwards, as after any
-        change in place; False if the weights of these forwards come back.
+        change in place; False if the weights of these forwards come back and their backwards gather them.
         """
         # Changes of 8-bit values are in a float32 copy until here.
         self.optimizer.flush()
@@ -202,9 +202,11 @@ class NamedState:
         # Full parameters have old values of other ranks, also if `UnitSequence.read` keeps them: released, they are
         # gathered anew. Memory at rest is refreshed.
         for group in groups:
+            # No backward gathers a group again that is read outside of its forward.
+            is_lost = group.frees_memory and group.keeper is not None
             if group.frees_memory:
                 group.release_kept()
-            if ends_graphs:
+            if ends_graphs or is_lost:
                 torch.autograd.graph.increment_version(group.params)
         pending = [group.refresh() for group in groups]
         for one in pending:

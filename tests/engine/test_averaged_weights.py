@@ -32,6 +32,7 @@ from tests.kit.training import (
     take_step,
     trained,
 )
+from tests.zero.test_special_parameters import ReadFromOutside
 
 DECAY = 0.8
 CASE = Case(models.short_gpt_float64, models.token_batch, clip=0.5, steps=3)
@@ -281,6 +282,23 @@ def test_weights_are_not_changed_while_averages_are_shown(what: str) -> None:
                         "afterwards"
                     )
         engine.train_step(models.vector_batch(0, 2))
+
+
+@on_ranks(2)
+def test_a_backward_is_refused_whose_kept_weights_were_exchanged() -> None:
+    """A weight that is read outside of its unit is not gathered again, unless ranks share its memory."""
+    for transport in ("shared_memory", "sockets"):
+        config = {"communication": {"transport": transport}}
+        with trained(Case(ReadFromOutside, models.vector_batch_float64, 3, config=config), 1) as engine:
+            engine.ema(DECAY)
+            loss = engine(*models.vector_batch_float64(0, 2))
+            with engine.ema_weights():
+                pass
+            if transport == "sockets":
+                assert "modified by an inplace operation" in refusal(engine.backward, loss, kind=RuntimeError)
+            else:
+                engine.backward(loss)
+                assert not engine.step().skipped
 
 
 def test_an_error_inside_puts_the_weights_back() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
+import torch
+
 from ...zero.gradient import GroupGradient
 from ...zero.reduced_gradient import Cleared, ReducedGradients
 from ...zero.sequence import StateError
@@ -61,6 +63,13 @@ class GradientPlaceholders(StepFeature):
         """Show placeholders if the step must be begun again: then torch's zero_grad() does what the engine's does."""
         if self._steps.accumulated.num_lost:
             self.final.put()
+
+    def close(self) -> None:
+        """Leave no gradients of a step that has begun: a further engine would add to them, and torch cannot."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for gradient in self._steps.gradients:
+                for param in gradient.group.params:
+                    param.grad = None
 
     def before_step(self) -> None:
         """Remove the placeholders, and clear the final gradients of those that the caller has cleared."""

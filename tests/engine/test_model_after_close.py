@@ -80,6 +80,16 @@ def test_nothing_is_left_on_the_model(ranks: RankPool, name: str) -> None:
         assert after == before
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_nothing_is_left_of_a_step_that_has_begun(steps: int) -> None:
+    """After the last of its backwards, and before."""
+    model = models.TinyGPT()
+    sizes = {"train_batch_size": 2 * steps, "gradient_accumulation_steps": steps}
+    with lowtide.initialize(model, settings(1, **sizes)) as engine:
+        engine.backward(engine(*models.token_batch(0, 2)))
+    assert [param.grad for param in model.parameters()] == [None] * len(list(model.parameters()))
+
+
 def test_an_initialize_that_fails_leaves_nothing() -> None:
     model = models.tiny_gpt()
     before = put_on(model)

@@ -403,6 +403,9 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
             super()._save_optimizer_and_scheduler(output_dir)
             return
         engine.save_checkpoint(output_dir, _tag(self.state.global_step))
+        if self.args.save_total_limit == 1:
+            # transformers now removes the checkpoint before, also while this one is written in the background.
+            engine._archive.checkpoints.wait()
         if self.args.should_save and not isinstance(self.lr_scheduler, EngineSchedule):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
 

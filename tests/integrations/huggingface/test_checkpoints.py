@@ -109,6 +109,7 @@ def test_a_checkpoint_in_the_background_is_complete_or_an_error(tmp_path: Path) 
     made = trainer(str(tmp_path / "stopped"), config, one, callbacks=[Failing()])
     with mock.patch.object(CheckpointFolder, "commit", late_commit), pytest.raises(RuntimeError, match="of this test"):
         made.train()
+    dist.barrier()  # rank 0 has written the state of the Trainer
     made.train(resume_from_checkpoint=str(tmp_path / "stopped" / "checkpoint-2"))
     assert same(outcome_of(made).state, whole.state)
     closed(made)
@@ -136,6 +137,30 @@ class Failing(transformers.TrainerCallback):
 def late_commit(self: CheckpointFolder, *args: Any, commit: Any = CheckpointFolder.commit) -> None:
     time.sleep(0.5)
     commit(self, *args)
+
+
+class Looking(transformers.TrainerCallback):
+    """Says after each save if it is complete."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_save(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        step = state.global_step
+        self.found.append(
+            CheckpointFolder(Path(args.output_dir) / f"checkpoint-{step}").latest() == f"global_step{step}"
+        )
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_removed_when_the_next_one_is_complete(tmp_path: Path) -> None:
+    looking = Looking()
+    one = {**EVERY_STEP, "save_total_limit": 1}
+    with mock.patch.object(CheckpointFolder, "commit", late_commit):
+        made = trainer(str(tmp_path), stage(1, checkpoint={"async": True}), one, callbacks=[looking])
+        made.train()
+    closed(made)
+    assert looking.found == [True] * 3
 
 
 def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> None:

@@ -252,8 +252,10 @@ class PowerSGDReducer(GradientReducer):
 
     def _factor(self, thin: Thin) -> Tensor:
         """Return the first Q, (columns, rank), the same on all ranks."""
-        if thin.index in self.factors:
-            return orthogonal(self.factors[thin.index])
+        kept = self.factors.get(thin.index) if self._low_rank.warm_start else None
+        # That of a checkpoint may have the rank of another config.
+        if kept is not None and kept.shape == (thin.columns, thin.rank):
+            return orthogonal(kept)
         # Seeded by name, so that it does not depend on the group. On the CPU, so that it does not depend on the device.
         name = zlib.crc32(self._group.layout.names[thin.index].encode())
         drawn = torch.Generator().manual_seed(self._low_rank.seed + self.step() * 1_000_003 + name)

@@ -25,6 +25,7 @@ from tests.kit.training import (
     adamw,
     assert_alike,
     assert_close,
+    differences,
     logged,
     one_thread,
     take_step,
@@ -330,6 +331,24 @@ def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path
         trips.append(Trip(case, case, {"optimizer": amsgrad}, steps_before=START + 2))
     before, after = (ranks(2, one, trips, tmp_path, 2)[0] for one in (save_trips, load_trips))
     assert [found.differences(expected) for found, expected in zip(after, before, strict=True)] == [[]] * len(trips)
+
+
+@pytest.mark.parametrize("changed", [{"rank": 1}, {"rank": 3}, {"warm_start": False}])
+@on_ranks(2)
+def test_thin_matrices_of_another_config_are_not_taken(tmp_path: Path, changed: dict[str, Any]) -> None:
+    with trained(low_rank(1), 4) as engine:
+        engine.save_checkpoint(tmp_path)
+    case, found = low_rank(1, power_sgd=changed), []
+    for forgets in (True, False):
+        with trained(case, 0) as engine:
+            engine.load_checkpoint(tmp_path)
+            for shard in engine.optimizer.shards if forgets else ():
+                assert shard.gradient.low_rank is not None
+                shard.gradient.low_rank.factors.clear()
+            for step in (4, 5):
+                take_step(engine, case, step)
+            found.append(engine.state_dict())
+    assert differences(*found) == []
 
 
 def save_here(folder: Path) -> Gradients:

@@ -155,13 +155,16 @@ def check_coverage(tensors: Mapping[str, TensorInfo], rows: RowsByName, file_siz
 
 def _check_place(row: Row, info: TensorInfo | None, file_nbytes: int, rank: int) -> None:
     # All numbers are from a file: a reader takes memory for `nbytes`, and reads them at `values_offset`.
-    nbytes = row.nbytes if info is None else row.chunk.numel * info.dtype.itemsize
+    # Only options, such as the names of a group's parameters, may be larger than a chunk: no tensor has them.
+    nbytes, limit = row.nbytes, file_nbytes
+    if info is not None:
+        nbytes, limit = row.chunk.numel * info.dtype.itemsize, MAX_VALUES_BYTES
     values_end, end = row.values_offset + nbytes, row.offset + row.nbytes
-    if not (row.offset <= row.values_offset and values_end <= end <= file_nbytes and nbytes <= MAX_VALUES_BYTES):
+    if not (row.offset <= row.values_offset and values_end <= end <= file_nbytes and nbytes <= limit):
         raise ValueError(
             f"the index of rank {rank} says that {nbytes} bytes of {shortened(row.name)} are at {row.values_offset}, "
             f"in an archive from {row.offset} to {end}, in a file of {file_nbytes} bytes; expected at most "
-            f"{MAX_VALUES_BYTES} bytes for a chunk, within its archive"
+            f"{limit} bytes for a chunk, within its archive"
         )
 
 

@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from lowtide.checkpoint.chunk_view import ChunkView
+from lowtide.checkpoint.dcp import STEP
 from lowtide.checkpoint.files import CheckpointError, NoCheckpointError, write_durably
 from lowtide.checkpoint.folder import CheckpointFolder, WritingProcess
 from lowtide.checkpoint.writer import write_part
@@ -242,6 +244,14 @@ def test_whatever_step_a_job_dies_before_the_latest_loads_and_the_next_save_clea
         assert {other: value_in(target, other) for other in target.tags()} == expected, step
         step += 1
     assert step > 13
+
+
+def test_options_of_a_hundred_thousand_parameters_are_kept(tmp_path: Path) -> None:
+    """The names of a group are a single value for other readers, larger than any chunk of a tensor."""
+    target, names = save(tmp_path, "a", 1), "optim.param_groups.0.params"
+    write_part(target.begin("b"), 0, [ChunkView(STEP, (), 0, torch.ones(1))], [(names, bytes(9 << 20))], None)
+    target.commit(manifest_of({}, "b", 1), NO_OPTIMIZER, None)
+    target.open("b").verify()
 
 
 def test_a_part_that_is_missing_is_not_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

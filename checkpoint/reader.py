@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from .files import CheckpointError, data_name
 from .index import Row, RowsByName
 
 _NUM_THREADS = 3
+_MAX_FILES = 16  # open at a time: each takes up to three descriptors, of which a process often has 1,024
 _BATCH_BYTES = MAX_VALUES_BYTES  # of chunks in a read: a chunk of full size, or several small chunks
 _BATCH_BYTES_PAST_CACHE = 16 << 20  # requests must be large: see [Note: past the page cache]
 _GAP_BYTES = 64 << 10  # between chunks: a smaller gap costs less to read than to skip
@@ -105,22 +108,22 @@ class CheckpointReader:
         ]
         # The order of the files: requests then move forward, and neighbours are read together.
         in_memory.sort(key=lambda read: (read.rank, read.offset))
-        # Only a single stored range is open at a time, so stored ranges are filled in their order, by this thread.
-        elsewhere = [
-            read for chunk_view in chunk_views if not chunk_view.is_in_memory for read in self._reads_of(chunk_view)
-        ]
-        if in_memory:
-            blocks = None if shared else Blocks(_NUM_THREADS)
-            batches = _batches_of(in_memory, _BATCH_BYTES if shared else _BATCH_BYTES_PAST_CACHE)
+        blocks = None if shared or not in_memory else Blocks(_NUM_THREADS)
+        for _, of_files in groupby(in_memory, lambda read: read.rank // _MAX_FILES):
+            reads = list(of_files)
+            batches = _batches_of(reads, _BATCH_BYTES if shared else _BATCH_BYTES_PAST_CACHE)
             with ExitStack() as stack:
-                files = stack.enter_context(self._open((read.rank for read in in_memory), blocks))
+                files = stack.enter_context(self._open((read.rank for read in reads), blocks))
                 threads = stack.enter_context(ThreadPoolExecutor(_NUM_THREADS, "lowtide checkpoint reader"))
                 stack.callback(threads.shutdown, cancel_futures=True)  # after an error, skip the remaining batches
-                for done in threads.map(lambda batch: self._read_batch(files, batch), batches):
+                for done in threads.map(partial(self._read_batch, files), batches):
                     self.bytes_read += done
-        with self._open(read.rank for read in elsewhere) as files:
-            for read in elsewhere:
-                self.bytes_read += self._read_batch(files, [read])
+        # Only a single stored range is open at a time, so stored ranges are filled in their order, by this thread.
+        for chunk_view in chunk_views:
+            reads = [] if chunk_view.is_in_memory else self._reads_of(chunk_view)
+            with self._open(read.rank for read in reads) as files:
+                for read in reads:
+                    self.bytes_read += self._read_batch(files, [read])
 
     def verify(self, advance: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read and verify every chunk. Raises CheckpointError for the first chunk that differs from what was written.

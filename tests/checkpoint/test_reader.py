@@ -2,6 +2,7 @@
 
 import os
 import random
+import resource
 from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
@@ -107,6 +108,21 @@ def test_values_in_a_store_are_filled_in_the_order_in_which_they_are_asked_for(t
     assert differences({**stored, "b": memory}, values) == []
     assert opened == ["c", "a"]
     assert source.bytes_read == 3 * 40 * 4
+
+
+@pytest.mark.usefixtures("cold")
+@BOTH_WAYS
+def test_a_checkpoint_of_more_ranks_than_files_may_be_open_is_read(tmp_path: Path, shared: bool) -> None:
+    values = {"w": torch.randn(100)}
+    source, before = write(tmp_path, values, world_size=40).open().weights, resource.getrlimit(resource.RLIMIT_NOFILE)
+    memory, used = torch.empty(100), {int(name) for name in os.listdir("/proc/self/fd")}
+    free = [number for number in range(before[0]) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[35 if shared else 70], before[1]))
+    try:
+        source.read([ChunkView("w", (100,), 0, memory)], shared)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert torch.equal(memory, values["w"])
 
 
 @pytest.mark.usefixtures("cold")

@@ -93,12 +93,14 @@ class Checkpointer:
         states = self._state_dtypes()
         left_out = self._frozen.to_leave_out() if self._config.checkpoint.exclude_frozen_parameters else {}
         names = self._optimizer_names(bool(states))
-        manifest = self._manifest(tag, has_own_tag, step, encoded, states, left_out)
         # Each block ends when all ranks have come to its end: the folder exists before any rank writes into it, and all
         # parts are on the disk before rank 0 commits. An error of a rank is an error of all, so all come to `except`.
+        saving, commit = target.saving_folder(tag), None
         with all_or_none(self._world, what, _INTACT):
-            saving = target.begin(tag) if self._world.rank == 0 else target.saving_folder(tag)
-        commit = partial(self._commit, target, manifest, names, is_latest) if self._world.rank == 0 else None
+            if self._world.rank == 0:
+                manifest = self._manifest(tag, has_own_tag, step, encoded, states, left_out)
+                commit = partial(self._commit, target, manifest, names, is_latest)
+                target.begin(tag)
         snapshot: Snapshot | None = None
         try:
             with all_or_none(self._world, what, _INTACT):

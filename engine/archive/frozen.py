@@ -69,7 +69,7 @@ class Frozen:
         left_out: entries that fit this model by name and shape.
         """
         same = [name for name, one in left_out.items() if one.dtype == self.infos[name].dtype]
-        others = {name: one.dtype for name, one in left_out.items() if name not in set(same)}
+        others = {name: one.dtype for name, one in left_out.items() if one.dtype != self.infos[name].dtype}
         found = {**self.digests(same), **self._computed(others)}
         names = [name for name, one in left_out.items() if found[name] != one.digest]
         if not names:

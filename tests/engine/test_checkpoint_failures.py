@@ -21,6 +21,7 @@ import lowtide
 from lowtide.checkpoint import folder as folder_module, index as index_module
 from lowtide.checkpoint.files import MANIFEST, CheckpointError, NoCheckpointError
 from lowtide.checkpoint.folder import CheckpointFolder
+from lowtide.engine.archive import checkpoint as checkpoint_module
 from lowtide.zero.sequence import StateError
 from tests.checkpoint.making import put, resign
 from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on
@@ -44,6 +45,7 @@ WAYS: dict[str, tuple[int, object, str]] = {  # on which rank which call finds n
     "description": (0, index_module.Manifest, "write"),
     "metadata": (0, folder_module, "write_durably"),
     "begin": (0, os, "mkdir"),
+    "model files": (0, checkpoint_module, "model_files"),
 }
 
 

@@ -149,6 +149,11 @@ class EngineStrategy(_OfPackage):  # type: ignore[misc]  # mypy knows nothing of
             tensor.zero_()  # `reduce` works in place, so the sum replaces the 0
         return super().reduce(tensor, group, reduce_op)
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any, say true. Each rank counts: it may decide by what it alone has seen."""
+        votes = super().reduce(torch.tensor(int(decision), device=self.root_device), reduce_op="sum")
+        return bool(votes == self.world_size if all else votes)
+
     # -- the model becomes an engine ------------------------------------------------------------------------------
 
     @contextmanager

@@ -50,6 +50,9 @@ def fitted(folder: str, build: Any, parallel: dict[str, int] | None, stage: int,
     runner = trainer(pl, strategy, **steps)
     runner.fit(made, data, held)
     numbers = [float(runner.callback_metrics[name]) for name in ("loss", "valid", "total")]
+    # ModelCheckpoint asks whether all ranks say so, an early stop whether any does.
+    is_last, decide = runner.global_rank == runner.world_size - 1, runner.strategy.reduce_boolean_decision
+    numbers += [decide(True), decide(is_last), decide(is_last, all=False)]
     if parallel is None:
         return numbers, {name: value.clone() for name, value in made.state_dict().items()}
     runner.save_checkpoint(f"{folder}/last.ckpt")

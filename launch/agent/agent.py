@@ -19,6 +19,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...watch import stacks
@@ -133,7 +134,8 @@ class Agent:
     def _take(self, message: Message) -> None:
         match message:
             case Welcome():
-                self._channel.send(self._hello(message))
+                # `nvidia-smi` may take longer than the launcher bears silence.
+                self._in_thread(lambda: self._hello(message), lambda hello: hello)
             case Hold():
                 self._hold(message)
             case Reach(addresses, port):
@@ -179,8 +181,12 @@ class Agent:
         """Run slow work in a thread. It ends before Start comes: the launcher waits for the answer."""
 
         def call() -> None:
-            result = work()
-            self._loop.post(lambda: self._channel.send(answer(result)))
+            try:
+                message = answer(work())
+            except Exception as error:
+                self._loop.post(partial(_fail, error))  # the launcher would wait for ever
+            else:
+                self._loop.post(lambda: self._channel.send(message))
 
         threading.Thread(target=call, daemon=True).start()
 
@@ -271,6 +277,10 @@ def serve(
 def _lose_guard(loop: Loop, fd: int, agent: Agent) -> None:
     loop.forget(fd)
     agent.lose_guard()
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _give_signs(loop: Loop, fd: int) -> None:

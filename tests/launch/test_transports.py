@@ -63,7 +63,9 @@ def test_ranks_have_hosts_and_environment(tmp_path: Path, transport: str) -> Non
 
 
 def test_a_signal_reaches_ranks_on_other_hosts(tmp_path: Path) -> None:
-    job = on_two_hosts(tmp_path, SAVES_ON_SIGNAL, "ssh", QUICK)
+    """Of which `nvidia-smi` takes longer than a lost host may be silent."""
+    fakes.install(tmp_path / "bin", "nvidia-smi", "import time; time.sleep(5)")
+    job = on_two_hosts(tmp_path, SAVES_ON_SIGNAL, "ssh", QUICK, "--lost-after", "3")
     job.wait_for_files("ready0", "ready1")
     job.launcher.terminate()
     status, _, err = job.finish()

@@ -26,6 +26,9 @@ class StopSignals:
         self.count = 0
         self.is_killed = False
         for number in _PASSED_ON:
+            # `nohup` starts a program with SIGHUP ignored, so that it outlives the login.
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             loop.on_signal(number, lambda number=number: self.take(number))  # type: ignore[misc]
 
     def take(self, number: int) -> None:

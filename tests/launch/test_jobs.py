@@ -148,7 +148,10 @@ def test_a_signal_is_passed_on_and_gives_its_status(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does for a job that outlives the login
     job = started(tmp_path, HEARS_SIGTERM, "--grace", "600")
+    signal.signal(signal.SIGHUP, before)
+    job.launcher.send_signal(signal.SIGHUP)  # does not count
     job.launcher.terminate()
     job.wait_for_files("heard0", "heard1")  # a launcher that is slow to take it would take both for the same one
     time.sleep(0.3)

@@ -65,7 +65,7 @@ class Attempts:
                 continue
             # An attempt that started no rank would fail in the same way again.
             may_restart = outcome.was_started and self._attempt.restarts < self._request.max_restarts
-            if outcome.failure is None or not may_restart:
+            if outcome.failure is None or outcome.stopped_by is not None or not may_restart:
                 return outcome.status
             self._exclude(outcome)
             if len(self._hosts) < self._least:
@@ -99,12 +99,12 @@ class Attempts:
         return outcome
 
     def _report(self, outcome: JobOutcome, launcher: Launcher) -> None:
-        if outcome.stopped_by is not None:
-            say(f"stopped by {signal.Signals(outcome.stopped_by).name}; no rank is left")
-        elif outcome.failure is not None:
+        if outcome.failure is not None:
             size = launcher.plan.world_size if launcher.plan is not None else 0
             many = self._allocation.transport != "local"
             say(obituary(outcome.failure, size, has_many_hosts=many, ended=outcome.ended))
+        elif outcome.stopped_by is not None:
+            say(f"stopped by {signal.Signals(outcome.stopped_by).name}; no rank is left")
 
     def _exclude(self, outcome: JobOutcome) -> None:
         """Exclude hosts after a failure: see [Note: remaining hosts]."""

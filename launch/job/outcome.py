@@ -143,8 +143,8 @@ def _signal_name(number: int) -> str:
 class JobOutcome:
     """The outcome of an attempt. status: for the shell. failure: the first; None without, or after a signal.
 
-    lost_hosts: hosts with lost agents. was_started: whether ranks ran. ended: ranks with exit status 0 before
-    the failure.
+    stopped_by: a signal that ended the attempt, or came after the failure. lost_hosts: hosts with lost agents.
+    was_started: whether ranks ran. ended: ranks with exit status 0 before the failure.
     """
 
     status: int
@@ -166,4 +166,5 @@ def outcome_of(
         # As a shell reports a program that a signal has ended.
         return JobOutcome(128 + stop.number, None, stop.number, tuple(lost_hosts), was_started)
     status = 0 if failure is None else failure.exit_status
-    return JobOutcome(status, failure, None, tuple(lost_hosts), was_started, tuple(ended))
+    stopped_by = None if failure is None else stop.number
+    return JobOutcome(status, failure, stopped_by, tuple(lost_hosts), was_started, tuple(ended))

@@ -17,6 +17,20 @@ with open("said", "a") as file:
 """
 LOST = "if host in '{}': os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60 if int(attempt) < {} else 0)"
 ONE = ("--nproc", "1")
+TERMINATED = 128 + signal.SIGTERM
+WAITS = "pathlib.Path('ready').touch()\ntime.sleep(60)"
+# Rank 1 fails, and rank 0 is asked to stop. It ends when it is asked again.
+FAILS = """
+ready, asked = pathlib.Path("0"), pathlib.Path("ready")
+if os.environ["RANK"] == "1":
+    while not ready.exists():
+        time.sleep(0.01)
+    time.sleep(2)  # the clocks of host and launcher are compared each second
+    sys.exit(4)
+signal.signal(signal.SIGTERM, lambda number, frame: sys.exit() if asked.exists() else asked.touch())
+ready.touch()
+time.sleep(60)
+"""
 
 
 def on_hosts(folder: Path, source: str, hosts: str, *options: str, ssh: str = fakes.SSH) -> Job:
@@ -36,11 +50,12 @@ def test_a_failed_job_starts_again_as_often_as_allowed(tmp_path: Path) -> None:
     assert "restart 1 of 2 on " in err and "restart 2 of 2 on " in err and err.count("failed with exit status 4") == 3
 
 
-def test_a_signal_starts_nothing_again(tmp_path: Path) -> None:
-    job = Job(tmp_path, SAYS + "pathlib.Path('ready').touch(); time.sleep(60)", *ONE, "--max-restarts", "2")
+@pytest.mark.parametrize(("source", "nproc", "expected"), [(WAITS, 1, {TERMINATED}), (FAILS, 2, {4, TERMINATED})])
+def test_a_signal_starts_nothing_again(tmp_path: Path, source: str, nproc: int, expected: set[int]) -> None:
+    job = Job(tmp_path, SAYS + source, "--nproc", str(nproc), "--max-restarts", "2")
     job.wait_for_files("ready")
     job.launcher.terminate()
-    assert job.finish().status == 128 + signal.SIGTERM and said(tmp_path) == {"0  0 of 1"}
+    assert job.finish().status in expected and said(tmp_path) == {f"0  {rank} of {nproc}" for rank in range(nproc)}
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,15 @@ def reports_in(folder: Path) -> list[MemoryReport]:
     return [first, *(one for one in others if one.rank < first.world_size)]
 
 
+@contextmanager
+def logged_if_full(key: str) -> Iterator[None]:
+    """Log an OSError of writing a report, to the folder that `key` names: a full disk must not end a training."""
+    try:
+        yield
+    except OSError as error:
+        logger.error("%s: writing failed: %s", key, error)
+
+
 class MemoryReports(StepFeature):
     """Records steps of an engine, and makes reports."""
 
@@ -120,9 +129,10 @@ class MemoryReports(StepFeature):
         wanted = self._parts.config.memory_report
         if wanted.folder is not None and self._num_steps == wanted.step:
             self.end()
-            path = self.report(step).save(wanted.folder)
-            if not self._parts.mesh.world.rank:
-                logger.info("memory of step %d: `lowtide report %s`", step, path.parent)
+            with logged_if_full("memory_report.folder"):
+                path = self.report(step).save(wanted.folder)
+                if not self._parts.mesh.world.rank:
+                    logger.info("memory of step %d: `lowtide report %s`", step, path.parent)
 
     def memory(self) -> ModelStateBytes:
         return measure(self._parts.runner.passes.units, self._parts.optimizer)

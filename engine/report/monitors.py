@@ -296,8 +296,10 @@ class Monitors(StepFeature):
     def close(self) -> None:
         self._timeline.stop()
         self.before_save()
-        for writer in self._writers:
-            writer.close()
+        # Taken out first, as in `_try`.
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            self._try(writer, writer.close)
 
     def after_load(self, step: int) -> None:
         self.before_save()

@@ -15,6 +15,7 @@ from ...watch.timeline import COMPUTE, LANES, OFFLOAD, Timeline
 from ..model.model_flops import attention_formulas
 from ..step.features import StepFeature, StepResult
 from ..step.parts import Parts
+from .memory_report import logged_if_full
 
 _NAME = "profile-rank{}.json"
 
@@ -210,7 +211,8 @@ class ProfileSection(StepFeature):
         if self._due is not None and not self._due.is_on:
             profile, self._due = self._due, None
             if profile.is_done and wanted.folder is not None:
-                profile.save(wanted.folder)
+                with logged_if_full("profile.folder"):
+                    profile.save(wanted.folder)
             if profile.is_done and self._parts.mesh.world.rank == 0:
                 logger.info("%s", profile.table(wanted.module_depth, wanted.top_modules))
         # A profile that the user has begun by `engine.profile` goes on, since two cannot record at once.

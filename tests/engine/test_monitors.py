@@ -197,18 +197,36 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(tmp_path: Pat
     assert texts[1] == f"lowtide.initialize failed on rank 0: {texts[0]}"
 
 
-def test_a_table_that_cannot_be_written_does_not_end_the_training(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("monitors.CsvWriter.write", "csv_monitor: writing failed, nothing more is written there"),
+        ("monitors.CsvWriter.close", "csv_monitor: writing failed, nothing more is written there"),
+        ("memory_report.MemoryReport.save", "memory_report.folder: writing failed"),
+        ("step_profile.StepProfile.save", "profile.folder: writing failed"),
+    ],
+)
+def test_what_cannot_be_written_does_not_end_the_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, call: str, said: str
 ) -> None:
-    def fail(self: object, step: int, row: object) -> None:
+    def fail(self: Any, *_: object) -> None:
+        if call == "monitors.CsvWriter.close":
+            if self._file is None:
+                return  # before the first row
+            self._file.close()
         raise OSError("no space left")
 
-    monkeypatch.setattr("lowtide.engine.report.monitors.CsvWriter.write", fail)
-    with lowtide.initialize(models.mlp(), settings(optimizer=SGD, csv_monitor=place(tmp_path))) as engine:
-        for step in range(3):
+    folder = {"folder": str(tmp_path)}
+    monkeypatch.setattr(f"lowtide.engine.report.{call}", fail)
+    config = settings(
+        optimizer=SGD, csv_monitor=place(tmp_path), memory_report=folder, profile={"enabled": True, **folder}
+    )
+    with lowtide.initialize(models.mlp(), config) as engine:
+        for step in range(4):
             engine.train_step(models.vector_batch(step, 2))
-    said = [record.getMessage() for record in caplog.records if "no space left" in record.getMessage()]
-    assert said == ["csv_monitor: writing failed, nothing more is written there: no space left"]
+    assert [record.getMessage() for record in caplog.records if "no space left" in record.getMessage()] == [
+        f"{said}: no space left"
+    ]
 
 
 @pytest.mark.parametrize(("section", "package"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])

@@ -36,6 +36,8 @@ from .frozen import Frozen
 from .named_state import NamedState
 from .run_state import (
     encode_client_state,
+    encode_extra_states,
+    load_extra_states,
     load_states,
     random_state,
     read_client_state,
@@ -222,6 +224,9 @@ class Checkpointer:
                 fitted = check_fits(checkpoint, training, scalars, self._named, self._optimizer, scheduler)
                 training, scalars = fitted
                 load_states(registered, own_client_state, undo)
+                # Of all ranks, since a stage of a pipeline may have been another rank's; this rank's own counts most.
+                others = map(checkpoint.own_state, range(checkpoint.manifest.num_files))
+                load_extra_states(self._named.module, [*others, own_state], undo)
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
             faults = self._frozen.faults(checkpoint.manifest.left_out)
             if faults:
@@ -265,6 +270,7 @@ class Checkpointer:
         return {
             "random": random_state(self._world.device),
             "client_state": encode_client_state(client_state),
+            "extra": encode_extra_states(self._named.module),
             "scalars": encode(self._optimizer.by_parameter.scalar_states(), "optimizer state"),
         }
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from pydantic import TypeAdapter, ValidationError
+from torch import nn
 
 from ...checkpoint.files import Count, Flag, Number, Text, shortened
 from ...checkpoint.index import FileContent, first_fault
@@ -60,6 +61,25 @@ def encode_client_state(state: Mapping[str, Any]) -> Any:
     """
     plain = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in state.items()}
     return encode(plain, "client_state")
+
+
+def _with_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    none = nn.Module.get_extra_state
+    return {name: part for name, part in module.named_modules() if type(part).get_extra_state is not none}
+
+
+def encode_extra_states(module: nn.Module) -> Any:
+    """Return as JSON what parts of a module keep beside parameters and buffers (torch's `get_extra_state`), by name."""
+    return encode({name: part.get_extra_state() for name, part in _with_extra_state(module).items()}, "extra state")
+
+
+def load_extra_states(module: nn.Module, own_states: Sequence[Any], undo: ExitStack) -> None:
+    """Load results of `encode_extra_states`; of two with a name, the later. undo: as in `load_states`."""
+    saved = {name: one for own in own_states for name, one in decode(own.get("extra", {}), "extra state").items()}
+    for name, part in _with_extra_state(module).items():
+        if name in saved:
+            undo.callback(part.set_extra_state, copy.deepcopy(part.get_extra_state()))
+            part.set_extra_state(saved[name])
 
 
 class _TrainingContent(FileContent):

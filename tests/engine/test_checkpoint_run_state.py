@@ -152,6 +152,29 @@ def test_the_random_generators_of_each_rank_go_on_or_are_left_alone(
     assert text in caplog.messages
 
 
+# -- the state of modules --------------------------------------------------------------------------------------------
+
+
+class Counting(Mlp):
+    calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x * (1 + 0.1 * self.calls), y)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_what_a_module_keeps_beside_parameters_and_buffers_goes_on(tmp_path: Path) -> None:
+    trip = Trip(Case(Counting, vector_batch), Case(Counting, vector_batch, 3))
+    before = save_trips([trip], tmp_path, 1)[0]
+    assert load_trips([trip], tmp_path, 1)[0].differences(before) == []
+
+
 # -- client state ----------------------------------------------------------------------------------------------------
 
 

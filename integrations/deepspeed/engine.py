@@ -668,6 +668,7 @@ class DeepSpeedEngine(nn.Module):
             saved = dict(zip(_COUNTER_NAMES, (steps, samples, microbatches, 0), strict=True))
         for name in _COUNTER_NAMES:
             setattr(self, name, saved[name])
+        self._begin_step_again()  # the saved microbatches may have been counted in steps of another number
 
     # -- compile, end, attributes ---------------------------------------------------------------------------------
 

@@ -224,6 +224,15 @@ def test_a_step_begins_anew_after_a_checkpoint_from_within(tmp_path: Path) -> No
             engine.backward(engine(x, y))
             engine.step()
         assert engine.global_steps == 2 and torch.equal(after, safe_get_full_fp32_param(weight))
+    # As if fewer ranks went on: a step of twice the microbatches has all of them from the first step on.
+    engine.set_train_batch_size(2 * engine.train_batch_size())
+    engine.load_checkpoint(tmp_path)
+    ends = []
+    for x, y in (*mine, *mine):
+        engine.backward(engine(x, y))
+        ends.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+    assert ends == [False, False, False, True] and engine.global_steps == 2
     engine.destroy()
 
 

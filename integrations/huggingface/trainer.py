@@ -402,7 +402,8 @@ class LowtideMixin(_AnyTrainer):  # type: ignore[misc]  # mypy knows nothing of 
         if engine is None:
             super()._save_optimizer_and_scheduler(output_dir)
             return
-        engine.save_checkpoint(output_dir, _tag(self.state.global_step))
+        # Callbacks may save before an update, as that of enable_jit_checkpoint does.
+        engine.save_checkpoint(output_dir, _tag(self.state.global_step), within_step=True)
         if self.args.save_total_limit == 1:
             # transformers now removes the checkpoint before, also while this one is written in the background.
             engine._archive.checkpoints.wait()

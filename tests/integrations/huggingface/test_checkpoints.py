@@ -163,6 +163,27 @@ def test_a_checkpoint_is_removed_when_the_next_one_is_complete(tmp_path: Path) -
     assert looking.found == [True] * 3
 
 
+class Preempted(transformers.TrainerCallback):
+    """Saves before the update of the second step, as transformers does for a signal (enable_jit_checkpoint)."""
+
+    trainer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, *_: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+@on_ranks(2)
+def test_a_checkpoint_before_an_update_begins_that_step_again(tmp_path: Path) -> None:
+    one, saving = {**EVERY_STEP, "save_steps": 100}, Preempted()
+    saving.trainer = made = trainer(str(tmp_path), stage(2), one, callbacks=[saving])
+    made.train()
+    whole = outcome_of(made)
+    closed(made)
+    dist.barrier()  # rank 0 has written the state of the Trainer
+    assert same(trained(str(tmp_path / "again"), stage(2), one, str(tmp_path / "checkpoint-1")).state, whole.state)
+
+
 def test_a_saved_model_alone_is_begun_with(ranks: RankPool, tmp_path: Path) -> None:
     ranks(2, trained, str(tmp_path), stage(3), {**EVERY_STEP, "save_only_model": True})
     resumed = ranks(2, trained, str(tmp_path / "again"), stage(3), EVERY_STEP, str(tmp_path / "checkpoint-2"))[0]

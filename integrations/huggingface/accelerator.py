@@ -495,7 +495,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             self.lowtide.set_value(key, size, "the data loader")
 
     def _schedule(self, dummy: Any) -> Any:
-        optimizers = (optimizer for optimizer in self._optimizers if isinstance(optimizer, EngineOptimizer))
+        # The call's optimizer is the last: `prepare` may have been called before for another model.
+        optimizers = (each for each in reversed(self._optimizers) if isinstance(each, EngineOptimizer))
         engine_optimizer = next(optimizers, None)
         if engine_optimizer is None:
             raise ValueError("Accelerator.prepare: expected the optimizer of a DummyScheduler in the call, found none")

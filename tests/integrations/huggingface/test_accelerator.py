@@ -131,6 +131,9 @@ def train_by_config(config: Any) -> list[float]:
     model, optimizer, loader = objects(lambda params: DummyOptim(params, lr=1e-2, weight_decay=0.1))
     schedule = DummyScheduler(optimizer, total_num_steps=12, warmup_num_steps=3)
     seen = loop(accelerator, accelerator.prepare(model, optimizer, loader, schedule), 1, clips=False)
+    more = objects(lambda params: DummyOptim(params, lr=1e-2, weight_decay=0.1))[:2]
+    _, second, schedule = accelerator.prepare(*more, DummyScheduler(more[1], total_num_steps=12, warmup_num_steps=3))
+    assert schedule.optimizer is second
     accelerator.end_training()
     return seen[1::2]
 

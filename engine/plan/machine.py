@@ -153,7 +153,7 @@ class Machine:
         """
         if num_ranks == 1 or not nbytes:
             return 0.0
-        num_hosts = max(1, num_ranks // on_host)
+        num_hosts = -(-num_ranks // on_host)
         # A ring sends (r - 1) / r of the bytes over each link (Patarasuk and Yuan, JPDC 2009).
         inside = nbytes * (num_ranks - 1) / num_ranks / self.intra if on_host > 1 else 0.0
         if num_hosts == 1:

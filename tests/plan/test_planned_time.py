@@ -52,6 +52,8 @@ def test_a_ring_over_hosts_is_as_fast_as_the_links_that_leave_them() -> None:
     assert machine.collective(64.0, 8, on_host=8) == 7.0, "inside: 7/8 of it"
     assert machine.collective(64.0, 16, on_host=8) == 7.5, "15/16 inside; outside half of it over 8 links takes 4"
     assert machine.collective(64.0, 2, on_host=1) == 32.0 and machine.collective(64.0, 1, on_host=1) == 0.0
+    machine = Machine(num_hosts=2, intra=8.0, inter=0.125, intra_latency=0.0, inter_latency=0.0)
+    assert machine.collective(64.0, 12, on_host=8) == 32.0, "a host and a half: half of it leaves over 8 links"
 
 
 def test_a_machine_that_cannot_be_is_refused() -> None:

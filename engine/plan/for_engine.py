@@ -104,7 +104,8 @@ def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
     if is_measured:
         machine = Machine.measured(found, on_host, nbytes)
     else:
-        machine = replace(Machine() if is_cuda else _CPU, device_bytes=nbytes)
+        host = float(psutil.virtual_memory().available)
+        machine = replace(Machine() if is_cuda else _CPU, device_bytes=nbytes, host_bytes=host)
     if is_measured or key in found.factors:
         logger.info("speeds of this machine are from %s", path)
     elif not is_cuda:

@@ -2,8 +2,10 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -191,6 +193,14 @@ def test_auto_begins_from_what_trials_have_found(tmp_path: Path, monkeypatch: py
     found, _ = machine_here(world, 1)
     world.leave()
     assert key == "cpu, 1 rank a host" and found.flops == plain.flops / 2 and found.nvme == plain.nvme
+
+
+def test_auto_offloads_to_the_memory_that_this_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8e9))
+    world: Any = SimpleNamespace(size=2, device=torch.device("cuda"))
+    found, _ = machine_here(world, 1)
+    assert found.device_bytes == 8e9 and found.host_bytes <= psutil.virtual_memory().total
 
 
 def test_the_command_plans_for_a_device_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

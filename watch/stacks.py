@@ -35,12 +35,16 @@ def claim(path: str) -> bool:
 
     May be called again. Raises OSError if no file can be made there.
     """
-    stacks = path + SUFFIX
+    stacks, how = path + SUFFIX, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
     try:
         # O_EXCL: the variable is inherited, so a child of the rank finds the path claimed.
-        handle = os.open(stacks, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        handle = os.open(stacks, os.O_CREAT | os.O_EXCL | how, 0o600)
     except FileExistsError:
-        return owner(path) == os.getpid()
+        if owner(path) != os.getpid():
+            return False
+        if not _catches_signal(os.getpid()):  # the rank has executed another program, without the handler
+            faulthandler.register(SIGNAL, file=os.open(stacks, how), all_threads=True)
+        return True
     # The handler keeps `handle` as long as the process lives. The next line tells readers that the handler exists: the
     # signal would end a process without it.
     faulthandler.register(SIGNAL, file=handle, all_threads=True)
@@ -79,7 +83,7 @@ def owner(path: str) -> int | None:
 def request_stack(path: str) -> int | None:
     """Ask the rank of `path` for its stacks. Returns the offset for `read_stack`, or None if there is no process."""
     pid = owner(path)
-    if pid is None:
+    if pid is None or not _catches_signal(pid):
         return None
     # Before the signal: the answer may be written at once.
     offset = os.stat(path + SUFFIX).st_size
@@ -143,6 +147,14 @@ def _stat(pid: int) -> list[str]:
             return file.read().rpartition(")")[2].split()
     except OSError:
         return [""]
+
+
+def _catches_signal(pid: int) -> bool:
+    """Return whether a process has a handler for SIGNAL, which would else end it: an exec ends handlers."""
+    caught = ""  # unknown: the system has no /proc, or not this line in it (gVisor)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
+        caught = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "")
+    return not caught or bool(int(caught, 16) >> (SIGNAL - 1) & 1)
 
 
 def _started(pid: int) -> str:

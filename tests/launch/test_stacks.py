@@ -106,6 +106,17 @@ def test_a_rank_that_has_not_imported_lowtide_is_not_signalled(start: Start, pat
     assert bystander.poll() is None
 
 
+def test_a_rank_that_executes_another_program_is_signalled_when_that_has_imported_lowtide(
+    start: Start, path: Path
+) -> None:
+    execs = "import lowtide, os, sys; os.execv(sys.executable, [sys.executable, '-c', {!r}])"
+    process = start(execs.format(BYSTANDER))
+    assert collected(path) == NONE and process.poll() is None
+    stacks.remove([str(path)])
+    start(execs.format(SLEEPS))
+    assert "in hang_here" in collected(path)
+
+
 def test_a_rank_that_is_stopped_is_named_so(start: Start, path: Path) -> None:
     process = start(SLEEPS)
     process.send_signal(signal.SIGSTOP)

@@ -22,6 +22,7 @@ MAGIC = b"=== lowtide agent ==="  # a remote shell may print lines before this l
 _LINE_LIMIT_BYTES = 1 << 26
 TICK_SECONDS = 0.5
 _TICKS_PER_BEAT = 2
+_DRIFT_SECONDS = 1e-4  # that two hosts' clocks may drift apart between two beats
 
 
 class Outgoing:
@@ -197,6 +198,7 @@ class Channel:
 
     def _take_clock(self, sent: float, answered: float, received: float) -> None:
         """Update the clock offset. answered: by the peer's clock. A quicker answer is more exact."""
+        self.clock_uncertainty += _DRIFT_SECONDS
         # The true offset lies within half of the round trip of the middle (NTP, RFC 5905). The shortest trip is kept.
         if (received - sent) / 2 < self.clock_uncertainty:
             self.clock_uncertainty = (received - sent) / 2

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -126,6 +127,14 @@ class RankOutput:
             self._log = None
 
 
+def _is_in_foreground() -> bool:
+    """Return whether this process may set the modes of its terminal. In the background, that would stop it."""
+    try:
+        return os.tcgetpgrp(0) == os.getpgrp()
+    except OSError:  # another session's, or it is gone
+        return False
+
+
 def _writes_to_a_log() -> bool:
     """Return True if stdout and stderr are the same file or pipe, as in a batch job: no terminal.
 
@@ -183,6 +192,8 @@ class HostRanks:
         self._start = start
         self._printed, self._ended, self._note = printed, ended, note
         self._at_terminal = start.inherits_terminal and sys.stdin is not None and sys.stdin.isatty()
+        # A rank that is killed at a prompt (pdb, getpass) leaves the terminal without echo.
+        self._modes = termios.tcgetattr(0) if self._at_terminal and _is_in_foreground() else None
         self._ranks: dict[int, _Rank] = {}
         self._is_paused = False
         try:
@@ -251,6 +262,8 @@ class HostRanks:
     def close(self) -> None:
         """Kill everything that the ranks left, pass on their last output, and remove their records."""
         kill_descendants()
+        if self._modes is not None and _is_in_foreground():
+            termios.tcsetattr(0, termios.TCSANOW, self._modes)
         for rank, state in self._ranks.items():
             if state.output is not None and state.output.is_open:
                 self._print(rank, state.output.read_what_is_there())

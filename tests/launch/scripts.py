@@ -42,7 +42,7 @@ time.sleep(600)
 
 # At a terminal: Ctrl-C goes to everyone in the foreground.
 COUNTS_SIGNALS = """
-import os, pathlib, signal, sys, time
+import os, pathlib, signal, subprocess, sys, time
 count = 0
 def handle(number, frame):
     global count
@@ -54,4 +54,6 @@ while not count:
     time.sleep(0.01)
 time.sleep(0.5)
 pathlib.Path("count" + rank).write_text(str(count))
+if rank == "0":
+    subprocess.run(["stty", "-echo"])
 """

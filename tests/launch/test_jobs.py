@@ -160,12 +160,20 @@ def test_a_second_signal_kills_at_once(tmp_path: Path) -> None:
     assert job.finish(timeout=60).status == 128 + signal.SIGTERM
 
 
+# The terminal sends signals to the foreground group of the session that it controls. Its modes are as before the job.
+AS_A_SHELL = """
+import fcntl, signal, subprocess, sys, termios
+signal.signal(signal.SIGINT, lambda number, frame: None)
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+modes = termios.tcgetattr(0)
+sys.exit(subprocess.call(sys.argv[1:]) or termios.tcgetattr(0) != modes)
+"""
+
+
 def test_ctrl_c_reaches_every_rank_once_and_leaves_them_time(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(COUNTS_SIGNALS)
     ours, theirs = pty.openpty()
-    # The terminal sends signals to the foreground group of the session that it controls.
-    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    command = [sys.executable, "-c", take, *LAUNCH, *TWO, "script.py"]
+    command = [sys.executable, "-c", AS_A_SHELL, *LAUNCH, *TWO, "script.py"]
     with subprocess.Popen(
         command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, cwd=tmp_path
     ) as process:

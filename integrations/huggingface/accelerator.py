@@ -240,6 +240,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
         """Save as accelerate does, with a checkpoint of each engine in the folder. It loads at any number of ranks."""
+        for engine in self.engines:
+            engine._archive.checkpoints.wait()  # with a total_limit accelerate removes earlier states first
         # accelerate would ask the engines for whole state dicts, and write them.
         with self._engines_aside(self._save_model_state_pre_hook, lambda models: (models, [])):
             folder: str = super().save_state(output_dir, safe_serialization, **kwargs)

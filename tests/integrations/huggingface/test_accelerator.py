@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -14,7 +15,9 @@ from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.huggingface import Accelerator
+from tests.integrations.huggingface.test_checkpoints import late_commit
 from tests.integrations.huggingface.trainings import Sentences, apart, llama, padded, stage
 from tests.kit.models import Mlp, vector_batch
 from tests.kit.ranks import RankPool, on_ranks
@@ -103,6 +106,18 @@ def test_a_loop_trains_saves_and_goes_on_as_over_ddp(ranks: RankPool, tmp_path: 
     assert found == pytest.approx(numbers, abs=1e-6) and found[-1] == ROWS
     assert apart(of_ours, state) < 1e-6
     assert apart(ranks(1, resume, str(tmp_path / "ours"))[0], of_ours) == 0
+
+
+@on_ranks(2)
+def test_a_state_is_removed_when_it_has_been_written(tmp_path: Path) -> None:
+    naming = accelerate.utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
+    accelerator = accelerator_of(stage(1, checkpoint={"async": True}), project_config=naming)
+    prepared_of(accelerator)
+    with mock.patch.object(CheckpointFolder, "commit", late_commit):
+        for _ in range(2):
+            accelerator.save_state()
+    accelerator.load_state()
+    accelerator.free_memory()
 
 
 def clip_values(config: Any) -> Any:

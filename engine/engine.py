@@ -736,7 +736,7 @@ class Engine(ModuleFacade):
         """Continue from a checkpoint, whatever its number of ranks and ZeRO stage, and return its client state.
 
         tag: None for the latest. Values in `engine.client_state` are restored in place. A parameter gets the optimizer
-        options of its saved group, except options whose value in the config has changed. With another number of ranks
+        options of its saved group, except options whose value in the config has changed. With other ranks or axes
         the random generators are not restored, and the client state is that of rank 0.
 
         Raises NoCheckpointError without a checkpoint, and CheckpointError if a file is missing, truncated or changed,

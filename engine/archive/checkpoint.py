@@ -217,7 +217,8 @@ class Checkpointer:
                 for rank in range(checkpoint.manifest.num_files):  # a rank may lack all parameters of a group
                     for key, own in read_scalars(checkpoint.own_state(rank)).items():  # each has some of its states
                         scalars[key] = scalars.get(key) if own is None else {**(scalars.get(key) or {}), **own}
-                own_state = checkpoint.own_state(self._rank_of_origin(checkpoint))
+                # Other ranks have no place for the rest, so all take rank 0's state.
+                own_state = checkpoint.own_state(self._world.rank if self._has_same_ranks(checkpoint) else 0)
                 own_client_state = read_client_state(own_state)
                 random = read_random_state(own_state["random"], self._world.device)
                 were_trained = {name for names in training["learning_rates"].get("members") or () for name in names}
@@ -415,19 +416,22 @@ class Checkpointer:
         if self._world.rank == 0 and (own is None) != (saved is None):
             logger.warning("%s", _AVERAGES_LEFT if own is None else _AVERAGES_BEGIN)
 
-    def _rank_of_origin(self, checkpoint: Checkpoint) -> int:
-        """Return the number of the rank that has saved the private state for this rank."""
-        # Each rank has written a file. Another number of ranks has no place for the rest, so all take rank 0's state.
-        return self._world.rank if checkpoint.manifest.num_files == self._world.size else 0
+    def _has_same_ranks(self, checkpoint: Checkpoint) -> bool:
+        """Return True if each rank takes the data of the rank with its number that has saved the checkpoint."""
+        now, then = self._config.parallel, checkpoint.manifest.config.get("parallel")
+        sizes = then if isinstance(then, dict) else {}
+        are_same = all(sizes.get(axis, 1) == getattr(now, axis) for axis in ("pipeline", "tensor", "sequence"))
+        return are_same and checkpoint.manifest.num_files == self._world.size
 
     def _restore_random(self, checkpoint: Checkpoint, states: Mapping[str, Any]) -> None:
-        if checkpoint.manifest.num_files == self._world.size:
+        if self._has_same_ranks(checkpoint):
             set_random_state(states, self._world.device)
         else:
             logger.info(
-                "random generators go on as they are: the checkpoint has the states of %d ranks, there are %d",
+                "random generators go on as they are: the checkpoint has the states of %d ranks, there are %d%s",
                 checkpoint.manifest.num_files,
                 self._world.size,
+                " on other axes" if checkpoint.manifest.num_files == self._world.size else "",
             )
 
 

@@ -18,8 +18,8 @@ import lowtide
 from lowtide.checkpoint.files import CheckpointError
 from lowtide.engine.config.config import Config
 from tests.engine.saving import Trip, engine_for, load_trips, run_steps, save_and_go_on, save_trips
-from tests.kit.models import Mlp, mlp, vector_batch
-from tests.kit.ranks import RankPool
+from tests.kit.models import Mlp, mlp, tiny_gpt, token_batch, vector_batch
+from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import ADAMW, Case, rank_and_world, refusal, share_of
 
 CASE = Case(mlp, vector_batch)
@@ -225,6 +225,16 @@ def test_each_ranks_loader_goes_on_or_that_of_rank_0(ranks: RankPool, tmp_path: 
         assert returned["epoch"] == epoch == 9  # what is given to save_checkpoint counts before what was registered
     for _, returned, _ in ranks(4, train_with_loader, tmp_path, True):
         assert returned["loader"]["seed"] == 0
+
+
+@on_ranks(2)
+def test_stages_that_take_the_same_data_get_the_same_loader(tmp_path: Path) -> None:
+    """The ranks that saved them had each its own data."""
+    case = Case(tiny_gpt, token_batch)
+    with engine_for(case, 2) as engine:
+        engine.save_checkpoint(tmp_path, client_state={"place": 5 + engine.rank})
+    with engine_for(case.at(0, config={"parallel": {"pipeline": 2}}), 2) as engine:
+        assert engine.load_checkpoint(tmp_path) == {"place": 5}
 
 
 def test_client_state_that_is_not_registered_is_returned_alone(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def _rendezvous_point(
     peers: Peers, plan: JobPlan, port: int, is_cut_short: Callable[[], bool]
 ) -> tuple[str, dict[int, str]]:
     """Return the first address of rank 0's host that all hosts reach, and each host's interface towards it."""
-    first, *others = peers.all
+    first = peers.all[0]
     assert first.hello is not None
     # The name that the user or the resource manager gave comes first, then the addresses of the host's interfaces.
     candidates = tuple(dict.fromkeys([plan.master_address, *first.hello.addresses]))
@@ -108,9 +108,9 @@ def _rendezvous_point(
     if is_cut_short():
         return plan.master_address, {}
     for address in candidates:
-        if all(address in reached[peer.index].interfaces for peer in others):
+        if all(address in found.interfaces for found in reached.values()):  # the first host's ranks use it too
             return address, {index: _interface(found, address) for index, found in reached.items()}
-    lines = [f"  {peer.name} reaches {', '.join(reached[peer.index].interfaces) or 'none'}" for peer in others]
+    lines = [f"  {peer.name} reaches {', '.join(reached[peer.index].interfaces) or 'none'}" for peer in peers.all]
     raise LaunchError(
         f"no address of {first.name}, the host of rank 0's store, can be reached from all hosts; tried "
         f"{', '.join(candidates)} at port {port}:\n" + "\n".join(lines) + "\nCheck the firewall between the hosts. "

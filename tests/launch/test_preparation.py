@@ -135,8 +135,9 @@ this is what is known
 This is the advice."""
 NOT_REACHED = """\
 no address of n1, the host of rank 0's store, can be reached from all hosts; tried n1, 10.0.0.1 at port 2345:
+  n1 reaches 10.0.0.1
   n2 reaches n1
-  n3 reaches none
+  n3 reaches {}
 Check the firewall between the hosts. --master-port chooses a port that it lets through."""
 
 
@@ -145,10 +146,11 @@ Check the firewall between the hosts. --master-port chooses a port that it lets 
     [
         (Welcome, lambda host: None if host == "n2" else well(host, Welcome()), NO_HELLO),
         (Hold, lambda host: None, "no answer within 0.3 s from n1; nothing was started"),
-        (Reach, lambda host: Reached(REACHED[host]), NOT_REACHED),
+        (Reach, lambda host: Reached(REACHED[host]), NOT_REACHED.format("none")),
+        (Reach, lambda host: Reached(REACHED[host] or REACHED["n2"]), NOT_REACHED.format("n1")),
         (Hold, lambda host: Held(0, "port 80: it is taken"), "n1: port 80: it is taken"),
     ],
-    ids=["no_hello", "no_answer", "not_reached", "port_taken"],
+    ids=["no_hello", "no_answer", "not_reached", "not_by_itself", "port_taken"],
 )
 def test_hosts_that_cannot_be_used_are_named(
     loop: Loop, monkeypatch: pytest.MonkeyPatch, kind: type, odd: Callable[[str], Message | None], error: str

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ..blueprint.blueprint import Blueprint
+from ..config.batch import BATCH_KEYS, ElasticityConfig, elastic_batch
 from ..config.config import Config
-from ..config.errors import quoted
+from ..config.errors import ConfigError, Fault, quoted
 from ..model.deferred import module_for_shapes
 from ..model.prepared_model import tiles_of
 from ..model.sequences import check_sequences
@@ -188,6 +189,8 @@ def plan_with(
     num_alternatives: int = 10,
 ) -> Plan:
     """Plan as `plan_on` does. make_profiler: a blueprint -> a function that profiles microbatches."""
+    if config.elasticity.enabled:
+        config = _with_elastic_batch(config, machine.num_devices)
     base = config.as_dict()
     planner = Planner(model, without_defaults(base), machine, make_profiler, batch)
     held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}
@@ -260,6 +263,15 @@ def _plan(
         num_evaluated=result.num_evaluated,
         machine=machine,
     )
+
+
+def _with_elastic_batch(config: Config, num_ranks: int) -> Config:
+    """Return the config with the batch that its elasticity chooses for these ranks, as `Config.resolve` does."""
+    batch = elastic_batch(config.elasticity, num_ranks // config.parallel.ranks_of_sample)
+    if isinstance(batch, Fault):
+        raise ConfigError([batch])
+    sizes = dict(zip(BATCH_KEYS, (batch.train, batch.micro, batch.accumulation), strict=True))
+    return config.model_copy(update={**sizes, "elasticity": ElasticityConfig()})
 
 
 def _in_files(config: Config) -> set[str]:

@@ -18,6 +18,7 @@ import lowtide
 from lowtide.bin import planned
 from lowtide.bin.main import main as lowtide_main
 from lowtide.bin.plan import main
+from lowtide.engine.config.batch import BATCH_KEYS
 from lowtide.engine.config.translate import PLANNED, PLANNED_BESIDE
 from lowtide.engine.plan.choice import KEYS, Choice
 from lowtide.engine.plan.llama import LlamaBlock, Shape, batch, build, short_profiler
@@ -84,6 +85,14 @@ def test_what_has_a_folder_may_lie_on_a_drive(folders: tuple[str, ...], more: di
     config = {"train_batch_size": 2, "optimizer": ADAMW, "zero_optimization": zero}
     plan = of_tiny_gpt(config, world_size=1, device_memory=3e9 + 550_000, machine=Machine(host_bytes=1e4))
     assert plan.config["zero_optimization"] == {"stage": 3, **more} and plan.fits == ("offload_param" in folders)
+
+
+@pytest.mark.parametrize("stage", [3, "auto"])
+def test_elasticity_chooses_the_batch_of_a_plan(stage: Any) -> None:
+    section = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "max_gpus": 4}
+    config = {"elasticity": section, "optimizer": ADAMW, "zero_optimization": {"stage": stage}}
+    plan = of_tiny_gpt(config, world_size=2)
+    assert [plan.config[key] for key in BATCH_KEYS] == [48, 4, 6]
 
 
 def test_a_model_without_blocks_is_a_single_stage() -> None:

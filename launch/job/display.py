@@ -30,6 +30,7 @@ _COLOURS = (36, 33, 32, 35, 34, 31)
 # would be cut, so it waits until it exceeds these bytes.
 _UNENDED_SECONDS = 0.2
 _UNENDED_BYTES = 1 << 20
+_REPEATED_BYTES = 1 << 12
 _CLEAR_LINE = b"\r\x1b[K"
 _SHOWN_BYTES = 1 << 16
 
@@ -210,7 +211,8 @@ class Display:
             self._write(data)
             line = (self._plain_open + data).rpartition(b"\n")[2]
             head, returns, state = line.rpartition(b"\r")
-            self._plain_open = state or head.rpartition(b"\r")[2] + returns  # as the terminal shows it
+            shown = state or head.rpartition(b"\r")[2] + returns  # as the terminal shows it
+            self._plain_open = shown[-_REPEATED_BYTES:]  # an endless line must not fill the memory
 
     def _end_plain_line(self) -> None:
         if self._plain_open:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from lowtide.launch.agent.host_ranks import KEPT_LINES, RankOutput
-from lowtide.launch.job.display import Folding, Line
+from lowtide.launch.job.display import Display, Folding, Line
+from lowtide.launch.wire.loop import Loop
 from lowtide.watch.waiting import rank_range
 from tests.launch.jobs import LAUNCH, Job
 
@@ -108,6 +109,13 @@ def test_lines_of_rank_0_in_a_batch_log_are_whole(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         assert subprocess.run([*LAUNCH, *TWO, str(script)], stdout=log, stderr=log, timeout=120).returncode == 0
     assert sorted((tmp_path / "log").read_text().splitlines()) == ["[rank 1] a b", "a b"]
+
+
+def test_a_line_of_rank_0_without_an_end_is_shown_and_not_kept(loop: Loop, capfd: pytest.CaptureFixture[str]) -> None:
+    display, chunks = Display(loop), [b"\r", *[b"x" * 65536] * 16]
+    for chunk in chunks:
+        display._take_plain(chunk)
+    assert len(display._plain_open) < 1 << 16 and len(capfd.readouterr().out) == len(b"".join(chunks))
 
 
 def test_a_slow_reader_gets_every_line_whole(tmp_path: Path) -> None:

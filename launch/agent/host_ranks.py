@@ -342,7 +342,8 @@ class HostRanks:
 
     def _reap(self) -> None:
         """Reap every child that has ended: ranks, and adopted orphans."""
-        ranks = {state.pid: rank for rank, state in self._ranks.items()}
+        # The id of a rank that has ended may be an orphan's now.
+        ranks = {state.pid: rank for rank, state in self._ranks.items() if state.is_running}
         clock = time.monotonic()
         with contextlib.suppress(ChildProcessError):
             # The kernel merges signals: a single SIGCHLD may stand for several children.

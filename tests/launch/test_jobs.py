@@ -86,7 +86,7 @@ IGNORES_SIGTERM = (
 FAILS_ON_1 = (
     f"{HAS_DESCENDANTS}{WAITS_FOR_THE_OTHER}print('the reason')\nsys.exit(5) if rank == '1' else time.sleep(600)"
 )
-FAILS_AFTER_THE_END_OF_1 = """
+AFTER_THE_END_OF_1 = """
 import os, pathlib, time
 process = pathlib.Path("process1")
 if os.environ["RANK"] == "1":
@@ -94,7 +94,13 @@ if os.environ["RANK"] == "1":
     os._exit(0)
 while not process.exists() or pathlib.Path("/proc", process.read_text()).exists():  # until the agent knows of its end
     time.sleep(0.01)
-os._exit(1)
+"""
+ITS_ID_IS_USED_AGAIN = f"""{AFTER_THE_END_OF_1}
+newest = "/proc/sys/kernel/ns_last_pid"
+if os.access(newest, os.W_OK) and os.fork() == 0:
+    pathlib.Path(newest).write_text(str(int(process.read_text()) - 1))
+    os._exit(3 if os.fork() == 0 else 0)  # the first is an orphan, which the agent adopts
+time.sleep(1)
 """
 ONE, LOGS = ("--nproc", "1"), "/proc/none/logs"  # a folder whose parent cannot be made
 STOPPED = ") failed with exit status 5; the other ranks were stopped. The last lines of its output:"
@@ -119,7 +125,8 @@ FAILURES: dict[str, tuple[str, tuple[str, ...], int, list[str]]] = {
         1,
         [f"started: --log-dir {LOGS}: expected a folder that every host can write", "directory: /proc/none. Name"],
     ),
-    "had_ended": (FAILS_AFTER_THE_END_OF_1, TWO, 1, [HAD_ENDED]),
+    "had_ended": (f"{AFTER_THE_END_OF_1}os._exit(1)", TWO, 1, [HAD_ENDED]),
+    "reused_id": (ITS_ID_IS_USED_AGAIN, TWO, 0, []),
     "ignores_sigterm": (IGNORES_SIGTERM, (*TWO, "--grace", "0.5"), 9, ["rank 0 of 2", "Its output is above.\n"]),
 }
 

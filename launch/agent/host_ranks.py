@@ -16,7 +16,7 @@ from ...watch import stacks
 from ...watch.progress import RankProgress, read_progress
 from ...watch.record import RecordFolder, memory_folder
 from ..hosts.host import LaunchError
-from ..hosts.plan import RankPlan, command_of
+from ..hosts.plan import RankPlan, command_of, shown_command
 from ..wire.loop import Loop
 from ..wire.messages import PLAIN_RANK, Ended, Start
 from .process_tree import die_with_parent, kill_descendants
@@ -337,7 +337,7 @@ class HostRanks:
                 return f"the ranks cannot be started: {expected}, found {found}. Name another folder"
         return (
             f"the ranks cannot be started: {error}. The folder {self._start.folder} and the command "
-            f"{' '.join(self._start.command)} must exist on every host"
+            f"{shown_command(self._start.command)} must exist on every host"
         )
 
     def _reap(self) -> None:

@@ -146,7 +146,7 @@ def printed_plan(plan: JobPlan) -> str:
         *_table(_rows(plan)),
         "",
         f"folder:   {plan.folder}",
-        f"command:  {shlex.join(_shown_command(plan.command))}",
+        f"command:  {shown_command(plan.command)}",
         f"each rank has RANK, LOCAL_RANK, WORLD_SIZE={plan.world_size}, LOCAL_WORLD_SIZE, GROUP_RANK, "
         f"GROUP_WORLD_SIZE={num_hosts}, MASTER_ADDR={plan.master_address}, MASTER_PORT (bound at the start)",
     ]
@@ -160,7 +160,7 @@ def printed_plan(plan: JobPlan) -> str:
 def printed_rank(allocation: Allocation, command: Sequence[str], environment: Mapping[str, str]) -> str:
     """Return the text of `--print-plan` if this process is itself a rank (`Allocation.part`)."""
     lines = [f"1 rank; from {allocation.source}", *(f"note: {note}" for note in allocation.notes)]
-    lines += ["", f"command:  {shlex.join(_shown_command(command))}"]
+    lines += ["", f"command:  {shown_command(command)}"]
     if variables := {**environment, **allocation.rank_environment}:
         lines += ["variables added to the environment:", *_shown_variables(variables)]
     return "\n".join(lines)
@@ -321,8 +321,8 @@ def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-def _shown_command(command: Sequence[str]) -> list[str]:
-    """Return the command without the values of secrets: `--hf-token VALUE` and `--hf-token=VALUE`."""
+def shown_command(command: Sequence[str]) -> str:
+    """Return the command for a shell, without the values of secrets: `--hf-token VALUE` and `--hf-token=VALUE`."""
     shown: list[str] = []
     for word in command:
         option, equals, value = word.partition("=")
@@ -333,7 +333,7 @@ def _shown_command(command: Sequence[str]) -> list[str]:
             shown.append(f"{option}={shown_value(option, value)}")
         else:
             shown.append(shown_value("", word))
-    return shown
+    return shlex.join(shown)
 
 
 def _quoted(value: str) -> str:

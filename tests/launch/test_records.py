@@ -63,6 +63,13 @@ def test_a_folder_that_cannot_be_made_is_an_error_and_not_left(monkeypatch: pyte
     loop.close()
 
 
+def test_a_command_that_cannot_start_is_told_without_its_secrets() -> None:
+    start = Start(HostPlan("a", 0, ()), "id", ("/no/python", "--hf-token", "hf_secret", "two words"), "/", {})
+    text = HostRanks._why_not(Mock(_start=start), FileNotFoundError(errno.ENOENT, "No such file", "/no/python"))
+    assert "/no/python --hf-token " in text and " 'two words' must exist on every host" in text
+    assert "hf_secret" not in text
+
+
 # In a process of its own: `HostRanks` kills and reaps all descendants.
 RANK_1_CANNOT_START = """
 import os, sys

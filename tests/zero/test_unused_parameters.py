@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import lowtide
 from lowtide.engine.step.step_sums import Uses
 from lowtide.zero.plan import Role
+from lowtide.zero.torch_update import TorchUpdate
 from tests.kit.ranks import RankPool
 from tests.kit.training import (
     ROWS,
@@ -215,6 +216,10 @@ def test_what_was_left_out_once_has_steps_of_its_own_for_good(tmp_path: Path) ->
     engine = lowtide.initialize(Parts(), config, optimizer=make)
     for step, used in enumerate([(0,), (0, 2), (0, 1, 2), (0, 1, 2)]):
         if step == 3:
+            update = engine.optimizer._update
+            assert isinstance(update, TorchUpdate)
+            runs = [flat.run for inner in update._inner.values() for flat in inner.flats]
+            assert all(run.start < run.end for run in runs)  # empty ones would become more in each step
             engine.save_checkpoint(tmp_path)
             engine.close()
             engine = lowtide.initialize(Parts(), config, optimizer=make)

@@ -35,7 +35,11 @@ def simulated_microbatches(schedule: str, num_ranks: int, num_microbatches: int)
     """Return the number of simulated microbatches. Each further one adds the busiest rank's time."""
     if schedule == "gpipe":  # each further one takes memory too
         return num_microbatches
-    return min(num_microbatches, _SIMULATED_PER_RANK * num_ranks)
+    round_size = num_ranks
+    if schedule == "interleaved" or (schedule == "zb-h1" and 2 * (num_microbatches % num_ranks) < num_ranks):
+        # The first of even rounds is the largest, and decides the memory: see `_even_rounds` in generators.py.
+        round_size = -(-num_microbatches // max(1, num_microbatches // num_ranks))
+    return min(num_microbatches, max(_SIMULATED_PER_RANK * num_ranks, 2 * round_size - 1))
 
 
 def fast_simulation_of(schedule: Schedule) -> FastSimulation:

@@ -17,7 +17,7 @@ from lowtide.engine.plan.choice import Choice, Space
 from lowtide.engine.plan.llama import Shape, batch, build, short_profiler
 from lowtide.engine.plan.machine import Machine
 from lowtide.engine.plan.meta_run import MetaRun
-from lowtide.engine.plan.pipelined import ScheduleRun, fast_simulation_of, memory_by_place
+from lowtide.engine.plan.pipelined import ScheduleRun, fast_simulation_of, memory_by_place, simulated_microbatches
 from lowtide.engine.plan.plan import uncollected
 from lowtide.engine.plan.planner import Planner, Profiler
 from lowtide.engine.plan.search import SLOWEST, Bound, Found, Item, Result, Value, search
@@ -182,14 +182,16 @@ def test_choices_of_a_model_are_searched_exactly(planner: Planner) -> None:
     assert [found.best, found.front, found.beyond] == [every.best, every.front, every.beyond]
 
 
-def test_a_schedule_that_is_simulated_in_part_takes_as_long() -> None:
+@pytest.mark.parametrize("count", [21, 24])
+def test_a_schedule_that_is_simulated_in_part_takes_as_long_and_as_much(count: int) -> None:
     """From twice as many microbatches as ranks on, each takes the time of the busiest rank."""
     for name in ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"):
-        fewer, whole = (FastSimulation(make_schedule(name, 4, count)) for count in (8, 24))
+        counts, chunks = (simulated_microbatches(name, 4, count), count), KINDS[name].max_chunks or 2
+        fewer, whole = (FastSimulation(make_schedule(name, 4, each, chunks)) for each in counts)
         costs = Costs.uniform(len(fewer.crosses))
-        assert ScheduleRun.of(fewer, costs, 24).seconds == pytest.approx(
-            ScheduleRun.of(whole, costs, 24).seconds, rel=0.02
-        ), name
+        seconds = [ScheduleRun.of(one, costs, count).seconds for one in (fewer, whole)]
+        held = [max(at.held.sum(axis=1).max() for at in one.computing) for one in (fewer, whole)]
+        assert seconds[0] == pytest.approx(seconds[1], rel=0.02) and held[0] == held[1], name
 
 
 @pytest.mark.parametrize(

@@ -136,15 +136,17 @@ class Machine:
         return self.speeds.seconds(name) if self.speeds is not None else 0.0
 
     def ranks_on_host(self, parallel_dims: ParallelDims, names: Sequence[str]) -> int:
-        """Return the number of ranks on a host that differ in these axes alone."""
-        sizes, stride, count = dict(parallel_dims.sizes), 1, 1
-        # The last axis varies fastest, and a host has consecutive ranks. If neighbours on an axis are `stride` ranks
-        # apart, devices_per_host / stride of its ranks share a host.
+        """Return the number of ranks on a host that differ in these axes alone; the least if hosts cut their groups."""
+        # A host has consecutive ranks, and the last axis varies fastest. Axes beside each other are a single longer
+        # axis, whose neighbours are `apart` ranks apart. gcd: if hosts cut groups, some group begins within a host.
+        stride, apart, of_axis, count = 1, 1, 1, 1
         for name, size in reversed(parallel_dims.sizes):
-            if name in names:
-                count *= max(1, min(sizes[name], self.devices_per_host // stride))
             stride *= size
-        return count
+            if name in names:
+                of_axis = max(1, math.gcd(stride, self.devices_per_host) // apart)
+            elif size > 1:
+                apart, of_axis, count = stride, 1, count * of_axis
+        return count * of_axis
 
     def collective(self, nbytes: float, num_ranks: int, on_host: int) -> float:
         """Return seconds of a gather or reduce-scatter of `nbytes` over `num_ranks`, of which `on_host` share a host.

@@ -47,6 +47,14 @@ def test_ranks_of_an_axis_share_hosts_as_they_follow_each_other(names: tuple[str
     assert Machine(num_hosts=8).ranks_on_host(ParallelDims(sizes, ("replica", "secondary", "shard")), names) == on_host
 
 
+@pytest.mark.parametrize(("size", "on_host"), [(3, 1), (4, 4), (6, 2), (12, 4), (24, 8)])
+def test_of_groups_that_hosts_do_not_divide_the_fewest_of_a_host_count(size: int, on_host: int) -> None:
+    """Three hosts of 8: the second group of 12 ranks begins with 4 of a host, as the first ends."""
+    dims = ParallelDims((("replica", 24 // size), ("secondary", 1), ("shard", size)), ("replica", "shard"))
+    machine = Machine(num_hosts=3)
+    assert machine.ranks_on_host(dims, ("shard",)) == on_host and machine.ranks_on_host(dims, dims.data) == 8
+
+
 def test_a_ring_over_hosts_is_as_fast_as_the_links_that_leave_them() -> None:
     machine = Machine(num_hosts=2, intra=8.0, inter=1.0, intra_latency=0.0, inter_latency=0.0)
     assert machine.collective(64.0, 8, on_host=8) == 7.0, "inside: 7/8 of it"

@@ -17,6 +17,7 @@ from ..checkpoint.folder import CheckpointFolder
 from ..comm import CollectiveError
 from ..engine.archive.run_state import read_client_state, read_training
 from ..engine.engine import Engine
+from ..engine.step.features import StepResult
 from ..engine.step.gradient_scale import Root, hook_output, on_backward_start
 from ..engine.step.model_runner import check_loss
 from . import comm
@@ -120,6 +121,8 @@ class DeepSpeedEngine(nn.Module):
     """
 
     module: nn.Module
+    # Of the class: a loss given to one engine's `backward` is divided already, also where it reaches other engines.
+    _is_in_backward = False
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps = 0  # calls of `step`
         self._boundary = Boundary(is_managed=config.managed_gradient_accumulation)
         self._num_backwards = 0  # since the last step
-        self._is_in_backward = self._is_in_grad = False
+        self._is_in_grad = False
         self._end_listening = on_backward_start(self._note_backward)
         self._step_applied = False
         self._grad_norm: Tensor | None = None
@@ -210,7 +213,7 @@ class DeepSpeedEngine(nn.Module):
         self._num_backwards += 1
         accumulation = self.gradient_accumulation_steps()
         scaled = loss / accumulation if scale_wrt_gas and accumulation > 1 else loss
-        self._is_in_backward = True  # the loss is divided already, so `_divide` must not divide again
+        DeepSpeedEngine._is_in_backward = True
         try:
             # The engine's backward frees the graph. The hooks of the engine act in torch's backward too.
             if retain_graph:
@@ -218,7 +221,7 @@ class DeepSpeedEngine(nn.Module):
             else:
                 self.lowtide.backward(scaled)
         finally:
-            self._is_in_backward = False
+            DeepSpeedEngine._is_in_backward = False
         return scaled
 
     def _backward_epilogue(self) -> None:
@@ -262,9 +265,7 @@ class DeepSpeedEngine(nn.Module):
                 # The engine steps the schedule with its updates. It made none, but DeepSpeed steps the schedule then.
                 self._stepped.step()
         else:
-            self._grad_norm = result.grad_norm
-            if isinstance(self.optimizer, DeepSpeedOptimizer):
-                self.optimizer.overflow = result.skipped
+            self._note_result(result)
         was_skipped = is_made and result is not None and result.skipped
         self._step_applied = is_made and not was_skipped
         samples = self.train_batch_size()
@@ -274,6 +275,11 @@ class DeepSpeedEngine(nn.Module):
         self._num_backwards = 0
         self._count_step(samples, was_skipped)
         self._report()
+
+    def _note_result(self, result: StepResult) -> None:
+        self._grad_norm = result.grad_norm
+        if isinstance(self.optimizer, DeepSpeedOptimizer):
+            self.optimizer.overflow, self.optimizer._global_grad_norm = result.skipped, result.grad_norm
 
     def _count_step(self, num_samples: int, was_skipped: bool) -> None:
         self.global_steps += 1

@@ -80,6 +80,7 @@ class DeepSpeedOptimizer(torch.optim.Optimizer):
         self._zero_grad = zero_grad
         self.optimizer = engine.optimizer if basic is None else basic  # the wrapped optimizer
         self.overflow = False  # whether gradients that were not finite skipped the last step
+        self._global_grad_norm: torch.Tensor | None = None  # of the last step, before clipping; many loops read it
         sharded = engine.optimizer
         # Not Optimizer.__init__: it makes a new list of groups, and schedulers must change the engine's groups.
         self.__setstate__({"defaults": sharded.defaults, "state": sharded.state, "param_groups": sharded.param_groups})

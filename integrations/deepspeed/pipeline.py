@@ -38,7 +38,7 @@ class PipelineEngine(DeepSpeedEngine):
         drawn = self._drawn(data_iter)
         self.tput_timer.start()
         result = self.lowtide.train_step(self._microbatches(drawn, self.gradient_accumulation_steps()))
-        self._grad_norm = result.grad_norm
+        self._note_result(result)
         self._step_applied = not result.skipped
         self.micro_steps += self.gradient_accumulation_steps()
         self._count_step(self.train_batch_size(), result.skipped)

@@ -389,6 +389,7 @@ def test_the_loss_scaler_tells_the_scale(fp16: dict[str, Any], scales: list[floa
         assert scaler.dynamic == optimizer.dynamic_loss_scale == optimizer.needs_scaler() == ("loss_scale" not in fp16)
         assert (scaler.cur_scale, scaler.cur_iter, optimizer.overflow) == (scales[number], number + 1, number == 1)
         assert (engine.get_global_grad_norm() == float("inf")) == (number == 1)
+        assert bool(optimizer._global_grad_norm.isfinite()) == (number != 1)
     assert optimizer.leaf_parameters == {model: [model.weight, model.bias]}
     assert "cannot assign to field 'cur_scale'" in refusal(setattr, scaler, "cur_scale", 2.0, kind=AttributeError)
     said = "'DeepSpeedOptimizer' object has no attribute 'scaler'"
@@ -517,15 +518,18 @@ def test_what_deepspeed_asserts_says_what_to_do() -> None:
 @on_ranks(2)
 @pytest.mark.parametrize(("stage", "half"), [(3, False), (2, True)])
 def test_every_backward_has_the_gradients_of_the_engines(stage: int, half: bool) -> None:
-    """The norm of a step of two microbatches, and a metric of its gradient, by three kinds of backward."""
+    """The norm of a step of two microbatches, and a metric of its gradient, by four kinds of backward."""
     norms = []
-    for kind in ("engine", "loss", "scale"):
+    batch = {"train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": 2}
+    critic, *_ = deepspeed.initialize(model=nn.PReLU(init=1.0), config=batch)  # the identity
+    for kind in ("engine", "loss", "scale", "through"):
         changes = {"fp16": {"enabled": True, "initial_scale_power": 4, "auto_cast": True}} if half else {}
         engine = engine_of(stage, gradient_clipping=0.1, **changes)
         backward = {
             "engine": engine.backward,
             "loss": torch.Tensor.backward,
             "scale": lambda loss: engine.scale(loss).backward(),  # noqa: B023  (called at once)
+            "through": lambda loss: engine.backward(critic(loss.float())),  # noqa: B023
         }[kind]
         for x, y in own_batches(2):
             x.requires_grad_()
@@ -540,7 +544,8 @@ def test_every_backward_has_the_gradients_of_the_engines(stage: int, half: bool)
         of_input.append(torch.autograd.grad(engine(x, y), x)[0])
         assert torch.equal(*of_input)
         engine.destroy()
-    assert norms[0] > 0 and norms[1:] == pytest.approx(norms[:1] * 2, rel=1e-3 if half else 1e-6)
+    critic.destroy()
+    assert norms[0] > 0 and norms[1:] == pytest.approx(norms[:1] * 3, rel=1e-3 if half else 1e-6)
 
 
 def timed(folder: str) -> None:

@@ -91,7 +91,13 @@ class _TiedLayer(nn.Module):
 
     def tie_to(self, first: _TiedLayer) -> None:
         for name in self._names:
-            recursive_setattr(self.module, name, recursive_getattr(first.module, name))
+            # A name may be a property, as in Megatron, so the weight is found by identity.
+            own = recursive_getattr(self.module, name)
+            paths = [path for path, param in self.module.named_parameters(remove_duplicate=False) if param is own]
+            if not paths:
+                raise ValueError(f"TiedLayerSpec: expected a parameter as tied_weight_attr '{name}', found {own!r}")
+            for path in paths:
+                recursive_setattr(self.module, path, recursive_getattr(first.module, name))
 
     def forward(self, inputs: Any) -> Any:
         return self.module(inputs) if self._forward_fn is None else self._forward_fn(self.module, inputs)

@@ -162,12 +162,20 @@ def test_a_topology_has_the_last_axis_fastest() -> None:
     assert said in refusal(topology.get_rank, pipe=0)
 
 
+class Embedding(nn.Embedding):
+    """As Megatron's, which gives the tied weight by a property."""
+
+    @property
+    def table(self) -> torch.Tensor:
+        return self.weight
+
+
 @on_ranks(1)
 def test_layers_run_one_after_the_other() -> None:
     def head(module: Any, x: torch.Tensor) -> Any:
-        return x @ module.weight.T
+        return x @ module.table.T
 
-    tied = partial(TiedLayerSpec, "embedding", nn.Embedding, 10, 6)
+    tied = partial(TiedLayerSpec, "embedding", Embedding, 10, 6, tied_weight_attr="table")
     layers = [tied(), LayerSpec(nn.Linear, 6, 6), torch.tanh, tied(forward_fn=head)]
     model = PipelineModule(layers, num_stages=1, activation_checkpoint_interval=2)
     first: Any = model[0].module
@@ -182,6 +190,8 @@ def test_layers_run_one_after_the_other() -> None:
     said = "num_stages(2) x data(?) = world size(1) does not hold"
     assert said in refused(PipelineModule, [nn.Linear(2, 2)], num_stages=2)
     assert "expected a class of nn.Module" in refused(LayerSpec, torch.tanh)
+    odd = [tied(tied_weight_attr="num_embeddings")] * 2
+    assert "a parameter as tied_weight_attr 'num_embeddings', found 10" in refusal(PipelineModule, odd, num_stages=1)
 
 
 def test_checkpointed_functions_have_the_same_gradients() -> None:

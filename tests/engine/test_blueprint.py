@@ -259,7 +259,6 @@ def others_of_four_ranks() -> dict[str, dict[str, Any]]:
         "quantized 2, exact in a host": config_of(2, communication=in_few_bits(gradient_bits_in_host=None)),
         "quantized hpZ": config_of(
             3,
-            2,
             zero={"zero_hpz_partition_size": 2},
             communication=in_few_bits(weight_bits=4, frozen_weight_bits=8),
             **BF16,

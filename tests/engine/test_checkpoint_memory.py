@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 import lowtide
 from lowtide.checkpoint.safetensors_files import CHUNK_BYTES
 from tests.checkpoint.page_cache import forget, resident_pages
+from tests.kit.models import Chain
 from tests.kit.ranks import RankPool
 from tests.kit.resident import peak_growth
 from tests.kit.training import settings
@@ -25,13 +25,8 @@ LIMIT_BYTES = 24 * MIB  # three blocks of 4 MiB to write; one to read; thread st
 SOCKETS = {"transport": "sockets"}  # no shared pages in the count, and what is released is really gone
 
 
-class Wide(nn.Module):
-    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.mse_loss(self.layers(x), x)
+def matrices(inputs: int, outputs: int, count: int) -> nn.Module:
+    return Chain(*(nn.Linear(inputs, outputs, bias=False) for _ in range(count)))
 
 
 def engine_of(model: nn.Module, stage: int, **config: Any) -> lowtide.Engine:
@@ -43,7 +38,8 @@ def engine_of(model: nn.Module, stage: int, **config: Any) -> lowtide.Engine:
 
 def measure(folder: Path, stage: int, asynchronous: bool) -> dict[str, int]:
     """Bytes above what was resident before, at the highest."""
-    engine = engine_of(Wide(), stage, communication=SOCKETS, checkpoint={"async": asynchronous})
+    model = matrices(WIDTH, WIDTH, LAYERS)
+    engine = engine_of(model, stage, communication=SOCKETS, checkpoint={"async": asynchronous})
     for _ in range(2):
         engine.train_step((torch.ones(1, WIDTH),))
 
@@ -72,7 +68,7 @@ NARROW = 512
 
 def save_and_train(folder: Path, stage: int, loads: bool) -> list[float]:
     torch.manual_seed(0)
-    with engine_of(Wide(NARROW, 4), stage) as engine:
+    with engine_of(matrices(NARROW, NARROW, 4), stage) as engine:
         batch = (torch.ones(1, NARROW),)
         if loads:
             engine.load_checkpoint(folder, "a")
@@ -99,17 +95,9 @@ def test_what_replicas_read_stays_in_the_page_cache_and_the_rest_does_not(
 # -- plain weights ---------------------------------------------------------------------------------------------------
 
 
-class Large(nn.Module):
-    """Two layers of 32 MiB."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4096, 2048, bias=False) for _ in range(2))
-
-
 def peaks_of_weights(folder: Path) -> list[int]:
-    """Of loading weights in bf16, and of exports in both types."""
-    with engine_of(Large(), 3, communication=SOCKETS, optimizer={"type": "sgd"}) as engine:
+    """Of loading weights in bf16, and of exports in both types: two layers of 32 MiB."""
+    with engine_of(matrices(4096, 2048, 2), 3, communication=SOCKETS, optimizer={"type": "sgd"}) as engine:
         loading = peak_growth(lambda: engine.load_weights(folder / "x.safetensors"))
         exports = [partial(engine.export, folder / "out", dtype=dtype) for dtype in ("fp32", "bf16")]
         return [loading, *map(peak_growth, exports)]
@@ -117,6 +105,6 @@ def peaks_of_weights(folder: Path) -> list[int]:
 
 def test_plain_weights_take_a_chunk(ranks: RankPool, tmp_path: Path) -> None:
     values = torch.ones(2048, 4096, dtype=torch.bfloat16)
-    save_file({f"layers.{index}.weight": values.clone() for index in range(2)}, tmp_path / "x.safetensors")
+    save_file({f"blocks.{index}.weight": values.clone() for index in range(2)}, tmp_path / "x.safetensors")
     for peaks in ranks(2, peaks_of_weights, tmp_path):
         assert max(peaks) <= CHUNK_BYTES + 2 * MIB  # and what the rest of Python takes

@@ -23,7 +23,6 @@ from tests.zero.test_special_parameters import Empty, Frozen
 GPT = Case(short_gpt, token_batch, 3)
 SGD = {"optimizer": {"type": "sgd", "params": {"lr": 0.1, "momentum": 0.9}}}
 CASES = [
-    GPT,
     Case(tied_gpt, token_batch, 3, config={"bf16": {"enabled": True}}),
     Case(mlp, vector_batch, 1, config=SGD),
     *(Case(kind, vector_batch_float64, 3) for kind in (Empty, Frozen)),

@@ -86,7 +86,7 @@ def vectors(step: int, rows: int) -> tuple[Tensor]:
 
 CASE = Case(steps_of_tokens, models.token_batch, steps=2)
 SMALL = Case(steps_of_nine, vectors, steps=2)
-HOW = ["model wrapped", "blocks in place", "model after", "blocks after", "blocks wrapped"]
+HOW = ["model wrapped", "model after", "blocks after", "blocks wrapped"]
 
 
 def compiled(how: str, model: Any, options: dict[str, Any]) -> Any:

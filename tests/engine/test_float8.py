@@ -32,7 +32,7 @@ def fp8(**more: Any) -> dict[str, Any]:
     return BF16 | {"fp8": {"enabled": True, "min_features": 32, **more}}
 
 
-PLAIN = Case(wide, token_batch, config=BF16)
+PLAIN = Case(wide, token_batch, steps=2, config=BF16)
 COMPILED = {"compile": {"blocks": True, "backend": "eager"}}
 CASES = [
     *(PLAIN.at(stage, config=fp8(recipe="tensorwise")) for stage in (0, 3)),

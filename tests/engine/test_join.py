@@ -261,18 +261,15 @@ REFUSED: dict[str, tuple[Callable[[Engine, Engine], object], str]] = {
 
 def make_other_calls() -> dict[str, str]:
     """The text of each refusal. Training goes on after it, where ranks have made the same calls."""
-    found = {}
+    config = {"communication": {"transport": "sockets", "timeout_seconds": 5}}
+    case, found = CASE.at(3, build=models.tiny_gpt, config=config), dict[str, str]()
+    with patch.object(plan, "_MIN_END_NUMEL", 1):
+        engine, other = start(case), start(case)
     for what, (call, _) in REFUSED.items():
-        config = {"communication": {"transport": "sockets", "timeout_seconds": 5}}
-        case = CASE.at(3, build=models.tiny_gpt, config=config)
-        with patch.object(plan, "_MIN_END_NUMEL", 1):
-            engine, other = start(case), start(case)
         with pytest.raises(RuntimeError) as error, engine.join():
             call(engine, other)
-        if what != "differ":
+        if what != "differ":  # the last
             engine.train_step(batches_of(engine.rank, 1)[0])
-            engine.close()
-            other.close()
         found[what] = str(error.value)
     return found
 

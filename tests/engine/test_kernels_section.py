@@ -16,6 +16,7 @@ from lowtide.kernels import fuse_model
 from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
+from tests.kit.models import Chain
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import refusal
 
@@ -24,13 +25,8 @@ def load(**kernels: Any) -> Config:
     return Config.load({"kernels": kernels, "optimizer": {"type": "adamw"}, "device": "cpu"})
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x).square().sum()
+def normalized() -> nn.Module:
+    return Chain(nn.RMSNorm(4))
 
 
 def test_its_names_are_those_of_the_kernels() -> None:
@@ -48,11 +44,11 @@ def test_a_kernel_without_a_key_of_its_own_follows_the_backend() -> None:
 def test_triton_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     why = '"triton" needs a GPU, and the model is on the device cpu; set "auto", which uses Triton if it can run'
-    assert refusal(lowtide.initialize, Model(), load(backend="triton", rms_norm="triton")) == (
+    assert refusal(lowtide.initialize, normalized(), load(backend="triton", rms_norm="triton")) == (
         f"2 faults:\n  kernels.backend: {why}\n  kernels.rms_norm: {why}"
     )
     monkeypatch.setattr(prepared_model, "has_triton", lambda: False)
-    text = refusal(lowtide.initialize, Model(), load(optimizer_step="triton"))
+    text = refusal(lowtide.initialize, normalized(), load(optimizer_step="triton"))
     assert 'kernels.optimizer_step: "triton" needs the package triton, which is not' in text
 
 
@@ -76,7 +72,7 @@ def test_triton_that_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_what_is_fused_is_logged(caplog: pytest.LogCaptureFixture, kernels: dict[str, Any], said: list[str]) -> None:
-    with caplog.at_level(logging.INFO, "lowtide"), lowtide.initialize(Model(), load(**kernels)):
+    with caplog.at_level(logging.INFO, "lowtide"), lowtide.initialize(normalized(), load(**kernels)):
         assert [line for line in caplog.messages if "fuse" in line] == said
 
 
@@ -102,7 +98,7 @@ def test_auto_fuses_where_triton_runs(
 def test_the_backend_reaches_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     monkeypatch.setattr("lowtide.zero.fused_update.update_shards", lambda *args, backend, **rest: seen.append(backend))
-    with lowtide.initialize(Model(), load(optimizer_step="reference")) as engine:
+    with lowtide.initialize(normalized(), load(optimizer_step="reference")) as engine:
         engine.train_step(torch.ones(2, 4))
     assert seen and set(seen) == {"reference"}
     offloaded = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}  # states are not for Triton there

@@ -15,7 +15,7 @@ from tests.kit.grids import pairs
 from tests.kit.ranks import on_ranks
 from tests.kit.training import rank_and_world, refusal
 
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 2, 3)
 WAYS = ("engine", "scale", "loss")  # in which a backward is called
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -1,7 +1,6 @@
 """Bytes of model states: the formula of the ZeRO paper, written-out arithmetic, and the report of a step."""
 
 import re
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any, TypeGuard
@@ -14,40 +13,21 @@ import lowtide
 from lowtide.engine.report.memory import predict
 from lowtide.zero.reduced_gradient import ReducedGradient
 from tests.kit import models
-from tests.kit.ranks import RankPool
+from tests.kit.ranks import on_ranks
 from tests.kit.training import settings
 
-# Even: 4 matrices of 64 x 64, which 1, 2 and 4 ranks divide into whole blocks.
-EVEN_NUMEL = 4 * 64 * 64
+EVEN_NUMEL = 4 * 64 * 64  # which 1, 2 and 4 ranks divide into whole blocks
 
 
-class Even(nn.Module):
+class Even(models.Chain):
     def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.rest = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        result: Tensor = self.rest(x).float().square().mean()
-        return result
+        super().__init__(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
 
 
-def table(
-    sizes: Sequence[float] = (7.5e9, 128e9, 1e12), ranks: Sequence[int] = (1, 4, 16, 64, 256, 1024)
-) -> list[tuple[int, dict[tuple[float, int], float]]]:
-    """Return gigabytes per rank for each number of ranks and each (model size, stage). Source: ZeRO, table 1."""
-    rows = []
-    for count in ranks:
-        row = {
-            # 1e9 and not 2^30: the paper counts in powers of ten.
-            (size, stage): predict(int(size), stage, count).total_bytes / 1e9
-            for size in sizes
-            for stage in (1, 2, 3)
-        }
-        rows.append((count, row))
-    return rows
+def config_of(stage: int, transport: str, is_mixed: bool) -> dict[str, Any]:
+    mixed: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
+    more = {"gradient_accumulation_steps": 2, "communication": {"transport": transport}}
+    return settings(stage, **more, **(mixed if is_mixed else {}))
 
 
 def measured(engine: lowtide.Engine) -> dict[str, int]:
@@ -78,32 +58,17 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     return sum(storages.values())
 
 
-def config_of(stage: int, transport: str, is_mixed: bool) -> dict[str, Any]:
-    mixed: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}}
-    more = {"gradient_accumulation_steps": 2, "communication": {"transport": transport}}
-    return settings(stage, **more, **(mixed if is_mixed else {}))
-
-
-def bytes_between_microbatches() -> list[tuple[Any, Any]]:
-    """For each stage (what the engine says, what the storages say) with all states there and gradients half done."""
-    found = []
-    for stage in range(4):
-        engine = lowtide.initialize(Even(), config_of(stage, "sockets", is_mixed=True))
-        x = torch.randn(2, 64)
-        for _ in range(3):
-            engine.backward(engine(x))
-            engine.step()
-        found.append((asdict(engine.memory()), measured(engine)))
-        engine.close()
-    return found
-
-
-def test_bytes_per_parameter_are_those_of_the_paper(ranks: RankPool) -> None:
+@on_ranks(4)
+def test_bytes_per_parameter_are_those_of_the_paper() -> None:
+    """With all states there and gradients half done."""
     n = 4
-    per_param = [16.0, 4 + 12 / n, 2 + 14 / n, 16 / n]
-    for found in ranks(n, bytes_between_microbatches):
-        for stage, (said, held) in enumerate(found):
-            assert sum(said.values()) == sum(held.values()) == per_param[stage] * EVEN_NUMEL
+    for stage, per_param in enumerate((16.0, 4 + 12 / n, 2 + 14 / n, 16 / n)):
+        with lowtide.initialize(Even(), config_of(stage, "sockets", is_mixed=True)) as engine:
+            for _ in range(3):
+                engine.backward(engine(torch.randn(2, 64)))
+                engine.step()
+            said = asdict(engine.memory())
+            assert sum(said.values()) == sum(measured(engine).values()) == per_param * EVEN_NUMEL
             assert said == asdict(predict(EVEN_NUMEL, stage, n))
 
 
@@ -123,12 +88,11 @@ PAPER_GB: dict[float, list[tuple[float, ...]]] = {
 
 def test_the_table_is_that_of_the_paper() -> None:
     """Table 1 of arXiv 1910.02054: GB per rank; printed to three figures there, some of them cut off, not rounded."""
-    rows = table()
-    assert [count for count, _ in rows] == [1, 4, 16, 64, 256, 1024]
     for size, lines in PAPER_GB.items():
-        for (count, row), line in zip(rows, lines, strict=True):
+        for count, line in zip((1, 4, 16, 64, 256, 1024), lines, strict=True):
             for stage, expected in enumerate(line, start=1):
-                assert row[size, stage] == pytest.approx(expected, rel=0.003 if expected > 1 else 0.03), (count, stage)
+                found = predict(int(size), stage, count).total_bytes / 1e9  # the paper counts in powers of ten
+                assert found == pytest.approx(expected, rel=0.003 if expected > 1 else 0.03), (count, stage)
 
 
 def test_a_report_without_a_recording_is_of_now() -> None:

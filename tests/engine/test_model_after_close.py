@@ -108,7 +108,7 @@ def test_a_model_that_an_engine_has_divided_is_refused() -> None:
 CLOSE = "of an open engine; close that engine first (engine.close(), destroy() in lowtide.deepspeed, or `with"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_second_engine_of_a_model_waits_for_the_first_to_close(stage: int) -> None:
     model = models.TinyGPT()
     others: dict[str, nn.Module] = {
@@ -154,7 +154,7 @@ def trained_in_a_function(model: nn.Module, stage: int) -> torch.optim.Optimizer
     return optimizer
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_an_engine_that_nobody_has_any_more_is_closed(stage: int) -> None:
     """As after `del engine`, and in scripts that initialize in a function, first to train, then to evaluate."""
     model, plain = models.TinyGPT(), models.TinyGPT()

@@ -1,7 +1,7 @@
 """A change of the model behind the engine's back, and a read of a released parameter, are errors with its name."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,45 +51,41 @@ def zeros(*shape: int) -> nn.Parameter:
 
 ADDED = "was added or replaced after lowtide.initialize, .* then call initialize again"
 MEMORY = r"got new memory \(an assignment to its .data, or .to\(\), .half\(\), ...\), but the engine"
-CHANGES: dict[str, tuple[Change, Sequence[int], str]] = {  # the stages, and what is said
-    "added": (lambda model: setattr(model, "extra", zeros(3)), (0, 3), f"'extra' {ADDED}"),
-    "replaced": (
-        lambda model: setattr(model.head, "weight", zeros(models.VOCAB, 22)),
-        (0, 3),
-        f"'head.weight' {ADDED}",
-    ),
+CHANGES: dict[str, tuple[Change, int, str]] = {  # the stage, and what is said
+    "added": (lambda model: setattr(model, "extra", zeros(3)), 0, f"'extra' {ADDED}"),
+    "replaced": (lambda model: setattr(model.head, "weight", zeros(models.VOCAB, 22)), 3, f"'head.weight' {ADDED}"),
     "tied": (
         lambda model: setattr(model.head, "weight", model.embedding.weight),
-        (0, 3),
+        3,
         "'head.weight' was tied to 'embedding.weight' after lowtide.initialize, .*; tie them first",
     ),
     "a tied bias": (
         lambda model: setattr(model.blocks[0].norm, "bias", model.blocks[1].norm.bias),
-        (0, 3),
+        0,
         "'blocks.0.norm.bias' was tied to 'blocks.1.norm.bias' after lowtide.initialize",
     ),
     "removed": (
         lambda model: setattr(model, "norm", nn.Identity()),
-        (0, 3),
+        3,
         "'norm.weight' was removed from the model after lowtide.initialize, .*; change the model first",
     ),
     "unfrozen": (
         lambda model: model.position.requires_grad_(True),
-        (0, 3),
+        3,
         "'position': expected requires_grad=False as at lowtide.initialize, found True; it is in no group",
     ),
     "data assigned": (
         lambda model: setattr(model.norm.bias, "data", torch.ones_like(model.norm.bias)),
-        (0, 1, 2),
+        1,
         f"'norm.bias' {MEMORY}",
     ),
-    "moved": (lambda model: model.double(), (0, 1, 2), f"'position' {MEMORY}"),
+    "moved": (lambda model: model.double(), 2, f"'position' {MEMORY}"),
 }
 
 
-@pytest.mark.parametrize(("name", "stage"), [(name, stage) for name in CHANGES for stage in CHANGES[name][1]])
-def test_a_parameter_that_is_not_as_it_was_is_named(name: str, stage: int) -> None:
-    change, _, text = CHANGES[name]
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_parameter_that_is_not_as_it_was_is_named(name: str) -> None:
+    change, stage, text = CHANGES[name]
     for is_classic in (False, True):
         with pytest.raises(ValueError, match=f"parameter {text}"):
             change_and_step(change, stage, is_classic=is_classic)
@@ -108,8 +104,7 @@ IN_PLACE = "parameter 'norm.bias' was changed in place"
 @pytest.mark.parametrize(
     ("change", "stage", "config", "text"),
     [
-        *((change_through_data, s, BF16, "parameter 'norm.bias' was changed through .data, but") for s in range(3)),
-        (change_first_row_through_data, 1, BF16, "parameter 'embedding.weight' was changed through .data, but"),
+        (change_through_data, 1, BF16, "parameter 'norm.bias' was changed through .data, but"),
         (change_in_place, 1, {}, IN_PLACE),
         (change_in_place, 2, {}, IN_PLACE),
         (change_in_place, 3, {"communication": {"transport": "shared_memory"}}, "parameter 'norm.bias' is released"),
@@ -125,7 +120,7 @@ def test_a_change_that_other_ranks_would_not_see_is_named(
         assert failure.kind == kind and text in failure.text
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 2])
 def test_a_change_of_bf16_weights_is_named_on_one_rank_too(stage: int) -> None:
     assert refusal(change_and_step, change_in_place, stage, BF16) == (
         "parameter 'norm.bias' was changed in place, but its master weights and other ranks do not see it; change "

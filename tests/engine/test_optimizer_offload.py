@@ -60,7 +60,7 @@ def wide_384() -> nn.Module:
 @on_ranks(2)
 def test_what_rests_in_files_gives_the_bits_of_memory(tmp_path: Path) -> None:
     """What tests/laws lacks: widths that blocks of a disk do not divide, ties, empty shards."""
-    wide = Case(wide_384, vector_batch, stage=3, config={**BF16, "aio": {"block_size": 4096}})
+    wide = Case(wide_384, vector_batch, stage=3, steps=2, config={**BF16, "aio": {"block_size": 4096}})
     tied, tiny = Case(models.tied_gpt, token_batch, stage=3, steps=2), Case(mlp, vector_batch, stage=3)
     rows = [
         (wide, offloaded(wide, tmp_path)),

@@ -67,9 +67,7 @@ class NarrowMomentum(torch.optim.RMSprop):
 
 CHOICES: list[Any] = [
     torch.optim.RMSprop,
-    partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1),
     partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
-    partial(torch.optim.NAdam, lr=1e-2),
     partial(torch.optim.Rprop, lr=1e-2),
     partial(torch.optim.SGD, lr=1e-2, momentum=0.8, maximize=True),
     Narrow,
@@ -207,7 +205,7 @@ def the_record() -> Iterator[None]:
 def train_and_save(folder: Path) -> tuple[list[Outcome], list[Continuation]]:
     trip = Trip(GPT.at(3), GPT.at(0))
     with the_record():
-        outcomes = train_all([WIDE.at(stage) for stage in (0, 1, 2, 3)])
+        outcomes = train_all([WIDE.at(stage) for stage in (0, 3)])
         outcomes.append(train(WIDE.at(3, config={"optimizer": None}), optimizer=TWIN))
         return outcomes, save_trips([trip], folder, 2) + load_trips([trip], folder, 2)
 
@@ -215,9 +213,9 @@ def train_and_save(folder: Path) -> tuple[list[Outcome], list[Continuation]]:
 def test_it_trains_as_torch_at_every_stage_and_goes_on_where_it_was_saved(ranks: RankPool, tmp_path: Path) -> None:
     (*outcomes, own), (before, after) = ranks(2, train_and_save, tmp_path)[0]
     expected = train_plainly(WIDE, 2, TWIN)
-    for stage, outcome in enumerate(outcomes):
-        assert_close(outcome, expected, 1e-9, 1e-9, f"stage {stage}")
-    assert own.differences(outcomes[3]) == []  # the caller's own of torch is known to be the same
+    for outcome in outcomes:
+        assert_close(outcome, expected, 1e-9, 1e-9)
+    assert own.differences(outcomes[-1]) == []  # the caller's own of torch is known to be the same
     assert after.differences(before) == [] and "state.head.weight.square_avg" in before.restored
 
 

@@ -101,7 +101,7 @@ def test_an_interrupted_roll_back_leaves_everything_as_it_was(tmp_path: Path, mo
 def test_a_bad_gradient_leaves_everything_as_it_was(tmp_path: Path) -> None:
     """In an evaluation, and after the step that follows; an update that is delayed stays under way."""
     case = Case(Explodes, rows_of)
-    cases = [speculative(case.at(1), tmp_path, place) for place in ("cpu", "nvme")]
+    cases = [speculative(case.at(1), tmp_path, "cpu")]
     cases += [speculative(case.at(s, config={"bf16": {"enabled": True}}), tmp_path, "nvme") for s in (1, 3)]
     cases += [speculative(case.at(1), tmp_path, "nvme", "delayed", delay_after_steps=0)]
     for case in cases:

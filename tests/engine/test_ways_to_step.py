@@ -48,8 +48,8 @@ def from_iterator(case: Case) -> Outcome:
 
 @on_ranks(2)
 def test_the_classic_form_and_an_iterator_equal_train_step() -> None:
-    for stage in (0, 1, 2, 3):
-        case = CASE.at(stage, config={"bf16": {"enabled": stage in (1, 3)}})
+    for stage in (0, 3):
+        case = CASE.at(stage, config={"bf16": {"enabled": stage == 3}})
         assert_alike([train(case), train(case, classic), from_iterator(case)], case)
 
 

@@ -1,7 +1,6 @@
-"""Recomputing activations changes no bit, whether the config or the model does it. Moved ones keep to their budget."""
+"""Recomputing activations changes no bit. Moved ones keep to their budget."""
 
 from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,15 +28,6 @@ class Noisy(models.TinyGPT):
         self.blocks = nn.ModuleList(NoisyBlock(22) for _ in range(3))
 
 
-RECOMPUTED = [  # by the models themselves
-    partial(models.Recomputing, "inside", True),
-    partial(models.Recomputing, "inside"),
-    partial(models.Recomputing, "around", True),
-    partial(models.Recomputing, "around"),
-    partial(models.Recomputing, "around all"),
-]
-
-
 @on_ranks(2)
 def test_dropout_draws_the_same_in_blocks_that_are_recomputed() -> None:
     """Every block at one stage, every second one at the other."""
@@ -45,14 +35,6 @@ def test_dropout_draws_the_same_in_blocks_that_are_recomputed() -> None:
     pairs = [(3, 0), (3, 1), (0, 2)]
     cases = [case.at(stage, config={"activation_checkpointing": {"every": every}}) for stage, every in pairs]
     assert_alike(train_all(cases))
-
-
-@on_ranks(2)
-def test_checkpointing_by_the_model_is_bitwise_the_same() -> None:
-    plain = Case(models.TinyGPT, models.token_batch, steps=2, clip=0.3)
-    routes = [{"communication": {"transport": transport}} for transport in ("shared_memory", "sockets")]
-    cases = [plain.at(3, build=build, config=routes[at % 2]) for at, build in enumerate(RECOMPUTED)]
-    assert_alike(train_all([plain, *cases, plain.at(0, build=RECOMPUTED[2])]))
 
 
 class Counting(nn.Module):

@@ -73,10 +73,9 @@ def test_an_update_in_the_backward_takes_the_shard_that_is_there(tmp_path: Path)
 @on_ranks(2)
 def test_a_float16_overflow_leaves_everything_as_it_was(tmp_path: Path) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 22, "hysteresis": 1}
-    for stage, place in ((1, "cpu"), (3, "nvme")):
-        case = Case(mlp, vector_batch, stage, steps=8, config={"fp16": fp16})
-        plain, found = train_all([case, speculative(case, tmp_path, place)])
-        assert found.differences(plain) == [] and 0 < sum(found.skipped) < 8
+    case = Case(mlp, vector_batch, 3, steps=8, config={"fp16": fp16})
+    plain, found = train_all([case, speculative(case, tmp_path, "nvme")])
+    assert found.differences(plain) == [] and 0 < sum(found.skipped) < 8
 
 
 def rows_of(step: int, rows: int) -> tuple[Tensor, ...]:

@@ -137,11 +137,11 @@ def vectors(step: int, rows: int) -> Batch:
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-4}  # a larger eps: gradients near 0 are rounding
 CONFIG: dict[str, Any] = {"optimizer": {"type": "adamw", "params": OPTIONS}}
 FAMILIES: dict[str, tuple[Case, Callable[[Any, Batch], Tensor]]] = {
-    "LSTM and GRU": (Case(Recurrent, tokens, config=CONFIG), language_loss),
-    "ResNet": (Case(ResNet, images, config=CONFIG), class_loss),
-    "ViT": (Case(Vit, images, config=CONFIG), class_loss),
-    "blocks by torch.jit": (Case(scripted, vectors, config=CONFIG), square),
-    "torch.func": (Case(Transformed, vectors, config=CONFIG), square),
+    "LSTM and GRU": (Case(Recurrent, tokens, steps=2, config=CONFIG), language_loss),
+    "ResNet": (Case(ResNet, images, steps=2, config=CONFIG), class_loss),
+    "ViT": (Case(Vit, images, steps=2, config=CONFIG), class_loss),
+    "blocks by torch.jit": (Case(scripted, vectors, steps=2, config=CONFIG), square),
+    "torch.func": (Case(Transformed, vectors, steps=2, config=CONFIG), square),
 }
 ROUTES = ("shared_memory", "sockets")
 GRID = pairs(list(FAMILIES), (0, 3), ROUTES)

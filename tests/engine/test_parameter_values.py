@@ -34,7 +34,7 @@ from tests.kit.training import (
 )
 
 CLIP = 0.5
-CASE = Case(models.short_gpt_float64, models.token_batch, accumulation=2)
+CASE = Case(models.short_gpt_float64, models.token_batch, accumulation=2, steps=2)
 SHOWN = ("embedding.weight", "blocks.0.qkv.weight", "blocks.0.norm.bias", "position")
 STATES = ("exp_avg", "exp_avg_sq")
 BF16 = {"bf16": {"enabled": True}}
@@ -89,7 +89,7 @@ SHIFTS = {None: 0.25, "exp_avg": 0.125, "exp_avg_sq": 0.5}
 
 def shift(way: str, seen: Seen, engine: Engine, case: Case, step: int) -> Any:
     """The same values by each way to set them, before the last step."""
-    for number, name in enumerate(SHOWN if step == 2 else ()):
+    for number, name in enumerate(SHOWN if step == 1 else ()):
         for state, shift in SHIFTS.items():
             if way == "full":
                 value = engine.full(name, state) + shift * (number + 1)
@@ -100,7 +100,7 @@ def shift(way: str, seen: Seen, engine: Engine, case: Case, step: int) -> Any:
 
 
 def shift_plainly(seen: Seen, model: Any, optimizer: Any, step: int) -> None:
-    for number, name in enumerate(SHOWN if step == 2 else ()):
+    for number, name in enumerate(SHOWN if step == 1 else ()):
         param = model.get_parameter(name)
         with torch.no_grad():
             param.add_(SHIFTS[None] * (number + 1))

@@ -15,7 +15,7 @@ from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, Outcome, assert_close, refusal, settings, start, train, train_plainly
 
 SGD = {"type": "sgd", "params": {"lr": 0.1}}
-CASE = Case(mlp, vector_batch, config={"optimizer": SGD})
+CASE = Case(mlp, vector_batch, steps=2, config={"optimizer": SGD})
 
 
 def step_of(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:

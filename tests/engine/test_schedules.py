@@ -427,7 +427,7 @@ def test_a_cycle_moves_rate_and_betas() -> None:
 
 
 def test_gradients_are_added_up_over_ranks(ranks: RankPool) -> None:
-    case = Case(models.mlp_float64, models.vector_batch_float64, steps=3, config=SUM)
+    case = Case(models.mlp_float64, models.vector_batch_float64, steps=2, config=SUM)
     prescaled, accumulated = case.at(3, config={"prescale_gradients": True}), case.at(2, accumulation=2)
     *outcomes, last = ranks(2, train_all, [case, prescaled, accumulated])[0]
     expected = train_plainly(case, 2, summed_sgd)
@@ -439,7 +439,7 @@ def test_gradients_are_added_up_over_ranks(ranks: RankPool) -> None:
 
 
 def test_autocast_is_torchs_around_each_forward(ranks: RankPool) -> None:
-    case = Case(models.tiny_gpt, models.token_batch, steps=3, config=AUTOCAST)
+    case = Case(models.tiny_gpt, models.token_batch, steps=2, config=AUTOCAST)
     recomputed = case.at(3, config={"activation_checkpointing": {"every": 1}})
     outcomes = ranks(2, train_all, [case, recomputed])[0]
     expected = train_plainly(case.at(0, build=Autocast), 2)

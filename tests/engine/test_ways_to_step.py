@@ -17,7 +17,7 @@ from tests.kit import models
 from tests.kit.ranks import on_ranks
 from tests.kit.training import Case, Outcome, assert_alike, refusal, settings, start, take_step, train, train_plainly
 
-CASE = Case(models.mlp, models.vector_batch, accumulation=3, clip=0.05)
+CASE = Case(models.mlp, models.vector_batch, accumulation=3, steps=2, clip=0.05)
 Pair = namedtuple("Pair", ["x", "y"])
 
 

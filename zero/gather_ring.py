@@ -38,6 +38,24 @@ GatherProposals = Callable[[Proposal], Sequence[Proposal]]
 """Returns the distinct proposals of all ranks. A collective."""
 
 
+@dataclass
+class _Issued:
+    """A gather that has begun."""
+
+    unit: Unit
+    was_full: bool  # before: this rank only sends
+    sends: list[Pending]
+    is_continued: bool = False
+
+    def continue_gather(self) -> None:
+        """Start the collective of offloaded groups, once: their shards are loaded."""
+        if not self.is_continued:
+            self.is_continued = True
+            self.unit.continue_gather()
+            if self.was_full:
+                self.sends += self.unit.join_gather(is_loaded=True)
+
+
 class GatherRing:
     """Gathers units in an order on which the ranks agree, round after round.
 
@@ -54,7 +72,7 @@ class GatherRing:
         self._left: set[Unit] = set()  # units that the round has not passed yet
         self._lacked: set[Unit] = set()  # units that this rank has proposed
         self._next = 0  # index of the next unit to issue
-        self._issued: deque[tuple[Unit, bool, list[Pending]]] = deque()  # (unit, was it full before, pending sends)
+        self._issued: deque[_Issued] = deque()
         self._issued_numel = 0
         self.position = 0
         """How many gathers of the round this rank has passed."""
@@ -149,26 +167,24 @@ class GatherRing:
         if not self._issued:
             self._issue()
         self.position += 1
-        found, was_full, given = self._issued.popleft()
+        issued = self._issued.popleft()
+        found = issued.unit
         self._issued_numel -= found.numel
         self._left.discard(found)
-        if was_full:
-            # This rank only sends. Its shard may not change before the sends are done.
-            for pending in given + found.join_gather(is_loaded=True):
-                pending.wait()
+        issued.continue_gather()
+        # Its shard may not change before the sends are done.
+        for pending in issued.sends:
+            pending.wait()
         if found is wanted:
             found.gather()
-        elif not was_full:
+        elif not issued.was_full:
             if self.keeps(found):
                 found.gather()
             else:
                 found.release()
         # The next unit's shard was loaded during the last use. Its gather overlaps this use.
         if self._issued:
-            unit, is_full, pending_of_others = self._issued[0]
-            unit.continue_gather()
-            if is_full:
-                pending_of_others += unit.join_gather(is_loaded=True)
+            self._issued[0].continue_gather()
         self.prefetch()
 
     def _issue(self) -> None:
@@ -176,5 +192,5 @@ class GatherRing:
         self._next += 1
         self._issued_numel += unit.numel
         was_full = unit not in self._lacked and unit.is_full
-        self._issued.append((unit, was_full, unit.join_gather() if was_full else []))
+        self._issued.append(_Issued(unit, was_full, unit.join_gather() if was_full else []))
         unit.start_gather()

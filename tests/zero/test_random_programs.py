@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from tempfile import gettempdir
 from typing import Any
 from unittest import mock
 
@@ -128,18 +129,23 @@ PLANS: list[tuple[tuple[int, ...], tuple[int, ...]]] = [  # of rank 0 and rank 1
     (ALL[1:], ALL),
     ((), ALL),
     (ALL, ()),
+    (ALL, (0, 1, 2, 3, 0)),  # rank 1 gathers again while block 4 is full on rank 0
     (ALL[:2], ALL[3:]),  # nobody block 2
 ]
 
 
 def planned_program(number: int, transport: str) -> Program:
-    """Each plan in the second of three steps: momentum must not move what nobody ran in it."""
+    """Each plan in the second of three steps: momentum must not move what nobody ran in it.
+
+    Over sockets a rank's shards are in a file.
+    """
 
     def step(blocks_of_ranks: Sequence[tuple[int, ...]]) -> tuple[tuple[Microbatch, ...], ...]:
         return tuple((Microbatch((((("plain", blocks),), True),)),) for blocks in blocks_of_ranks)
 
     steps = (step((ALL, ALL)), step(PLANS[number]), step((ALL, ALL)))
-    return Program(number, len(ALL), steps, transport=transport)
+    place = {"offload_param": {"device": "nvme", "nvme_path": gettempdir()}} if transport == "sockets" else {}
+    return Program(number, len(ALL), steps, {"stage": 3, **place}, transport)
 
 
 def data(*numbers: int) -> Tensor:

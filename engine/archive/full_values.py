@@ -150,14 +150,14 @@ class FullValues:
         chosen = [g for g in self._groups if not wanted or any(id(param) in wanted for param in g.params)]
         # Groups that are full already, as in a nested context, are not released at the end of this context.
         found = [group for group in chosen if group.sharded_state is not ShardedState.UNSHARDED]
-        for group in found:
-            group.gather()
-            group.keep(as_long_as)
-        for group in chosen:
-            group.make_exact()
-        if any(group.plan.sends_differences for group in chosen):
-            self._note_exact()
         try:
+            for group in found:
+                group.gather()
+                group.keep(as_long_as)
+            for group in chosen:
+                group.make_exact()
+            if any(group.plan.sends_differences for group in chosen):
+                self._note_exact()
             yield chosen, wanted
         finally:
             for group in found:

@@ -608,11 +608,14 @@ class Steps:
                 if access is not Access.REPLACES:
                     raise
                 logger.warning("%s", error)
-            yield
+            try:
+                yield
+            # Also after an error, which leaves other versions of parameters behind.
+            finally:
+                if changes:
+                    self.num_changes += 1
+                    for end in self.features.after_change:
+                        end()
             if access is Access.REPLACES:
                 # After the body: if the load fails, masters and states are still half updated.
                 self.update.forget_failure()
-            if changes:
-                self.num_changes += 1
-                for end in self.features.after_change:
-                    end()

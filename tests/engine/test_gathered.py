@@ -88,15 +88,16 @@ def test_an_error_inside_of_a_change_leaves_all_as_it_was() -> None:
     for stage, transport in zip(STAGES, ROUTES * 2, strict=True):
         case = on(stage, transport)
         with start(case) as engine:
-            batch, before = case.share(engine, 0), engine.state_dict()
-            with pytest.raises(KeyError), engine.gathered(modify=True):
-                operate(engine.module)
-                raise KeyError
-            assert differences(before, engine.state_dict()) == []
+            batch = case.share(engine, 0)
             params = [engine.module.get_parameter(name) for name in OPERATED]
             with engine.gathered(*params, modify=True):
                 assert "found engine.gathered(modify=True)" in refusal(engine, *batch, kind=StateError)
             with engine.gathered():
                 engine.eval_step(batch)
                 assert not engine.train_step(batch).skipped
+            before = engine.state_dict()
+            with pytest.raises(KeyError), engine.gathered(modify=True):
+                operate(engine.module)
+                raise KeyError
+            assert differences(before, engine.state_dict()) == []
             engine.train_step(batch)

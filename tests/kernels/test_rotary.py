@@ -119,13 +119,6 @@ def test_any_order_in_memory(generator: torch.Generator) -> None:
             check(y, x, cos, sin, False)
 
 
-def test_the_order_in_memory_is_kept(generator: torch.Generator) -> None:
-    q = heads_of(2, 4, 3, 8, torch.float32, generator)
-    cos, sin = tables(1, 3, 8, torch.float32, generator)
-    rotated, _ = rotary_embedding(q, q, cos, sin, backend="triton")
-    assert rotated.stride() == q.stride()
-
-
 def test_a_gradient_that_is_one_number_for_all(generator: torch.Generator) -> None:
     q, k = (heads_of(1, 2, 3, 8, torch.float32, generator) for _ in range(2))
     cos, sin = tables(1, 3, 8, torch.float32, generator)

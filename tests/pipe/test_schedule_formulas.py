@@ -16,7 +16,7 @@ from lowtide.pipe.schedules.schedule import COMPUTE_OPS, Action
 from lowtide.pipe.schedules.simulator import Simulation, simulate
 
 Times = tuple[float, float, float]  # F, I, W of a rank's share of the model
-RANKS = (1, 2, 3, 6)
+RANKS = (1, 2, 3, 5)
 EQUAL: Times = (1.0, 1.0, 1.0)
 UNEQUAL: tuple[Times, ...] = (EQUAL, (1.0, 1.2, 0.8), (3.0, 5.0, 2.0))
 
@@ -93,7 +93,7 @@ def test_rounds_that_are_not_full_add_no_idle_time_to_zb_h1_and_few_microbatches
     ("name", "chunks"), [("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-h1", 2), ("zb-v", 2)]
 )
 def test_it_is_no_slower_than_1f1b_for_any_number_of_microbatches_from_p_on(name: str, chunks: int) -> None:
-    for p in RANKS:
+    for p in (2, 3, 4):
         for m in range(p, 3 * p + 1):
             assert run(name, p, m, chunks).makespan <= run("1f1b", p, m, 1).makespan * (1 + 1e-9)
 

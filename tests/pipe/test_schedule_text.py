@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.pipe.schedules.costs import Costs
-from lowtide.pipe.schedules.grid import colour_grid, write_png
+from lowtide.pipe.schedules.grid import colour_grid
 from lowtide.pipe.schedules.passes import complete
 from lowtide.pipe.schedules.registry import KINDS, make_schedule
 from lowtide.pipe.schedules.schedule import Action, Op, Schedule
@@ -118,13 +118,6 @@ def test_what_cannot_be_made_is_refused(wanted: tuple[str, int, int], text: str)
     assert text in refusal(make_schedule, *wanted)
 
 
-def test_a_path_gives_the_schedule_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "own.txt"
-    mine = make_schedule("zb-h1", 2, 4, 2)
-    path.write_text(mine.to_text())
-    assert make_schedule(str(path), 2, 4) == make_schedule(str(path), 2, 4, 2) == mine
-
-
 WHOLE = make_schedule("1f1b", 2, 2).to_text()
 NO_BACKWARD = "name: own\nranks: 1\nstages: 1\nmicrobatches: 1\nrank of stage: 0\nrank 0: 0F0\n"
 
@@ -218,9 +211,3 @@ def test_ops_and_chunks_have_colours(name: str) -> None:
     colours = colour_grid(simulation, 80)
     kinds, chunks = 2 + KINDS[name].splits_backward * (1 + (name == "dualpipe-v")), simulation.schedule.num_stages // 3
     assert len({str(span.style) for span in colours.spans} - {""}) == kinds * chunks
-
-
-def test_the_picture_is_a_png(tmp_path: Path) -> None:
-    path = tmp_path / "grid.png"
-    write_png(simulate(make_schedule("dualpipe-v", 4, 8)), path)
-    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000

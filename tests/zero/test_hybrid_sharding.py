@@ -16,8 +16,8 @@ from lowtide.comm.native import NativeTransport
 from lowtide.comm.shared_segment import REDUCED, SharedCounters
 from tests.engine.test_memory import EVEN_NUMEL, Even, config_of, measured
 from tests.kit import models
-from tests.kit.ranks import RankPool
-from tests.kit.training import Case, Outcome, assert_alike, logged, train
+from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.training import Case, Outcome, assert_alike, logged, train, trained
 
 HYBRID = {"zero_optimization": {"shard_size": 2}}
 MLP = Case(models.mlp, models.vector_batch, clip=0.3)
@@ -40,23 +40,19 @@ def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
     assert_alike([ranks(4, train_hearing_late, case)[0], ranks(4, train, case)[0]])
 
 
-def train_in_place(case: Case) -> Outcome:
-    all_reduce = NativeTransport.all_reduce
+@pytest.mark.parametrize(("size", "stage", "config"), [(2, 0, {}), (4, 2, HYBRID)])
+@on_ranks("size")
+def test_a_backend_sums_over_replicas_where_the_sum_lies(size: int, stage: int, config: dict[str, Any]) -> None:
+    """That it gives the bits of other transports is asked in tests/laws."""
+    all_reduce, sums = NativeTransport.all_reduce, list[bool]()
 
     def in_place(transport: NativeTransport, slot: Tensor, out: Tensor, what: str) -> Terms:
-        assert slot.data_ptr() == out.data_ptr(), what
+        sums.append(slot.data_ptr() == out.data_ptr())
         return all_reduce(transport, slot, out, what)
 
-    with mock.patch.object(NativeTransport, "all_reduce", in_place):
-        return train(case)
-
-
-@pytest.mark.parametrize("stage", [0, 2])
-def test_a_backend_sums_over_replicas_where_the_sum_lies(ranks: RankPool, stage: int) -> None:
-    size, config = (4, HYBRID) if stage else (2, {})
-    native, plain = ({**config, "communication": {"transport": transport}} for transport in ("native", "sockets"))
-    in_place = ranks(size, train_in_place, MLP.at(stage, config=native))[0]
-    assert_alike([in_place, ranks(size, train, MLP.at(stage, config=plain))[0]])
+    case = MLP.at(stage, config={**config, "communication": {"transport": "native"}})
+    with mock.patch.object(NativeTransport, "all_reduce", in_place), trained(case, 2):
+        assert sums and all(sums)
 
 
 def step_after_two_backwards(cases: list[Case]) -> list[float]:

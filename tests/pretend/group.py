@@ -18,8 +18,7 @@
 | abort() frees the streams; results are garbage                  | waits return, what was to be written is NaN       |
 | a graph holds collectives, and waits of streams for them        | `capturable`: done by each replay                 |
 
-Where NCCL would hang, `Hang` says which rank waits for what. What ranks send goes through the rendezvous store, so that
-a thread never blocks where it cannot be called back.
+What ranks send goes through the rendezvous store, so that a thread never blocks where it cannot be called back.
 """
 
 # torch calls these methods by position; its stubs have overloads for other callers.
@@ -39,8 +38,7 @@ from torch import Tensor
 
 from lowtide.pipe.split.trees import map_leaves
 
-from .board import Board, Hang
-from .queues import Message, Post, Queue, RecordedWork, Work
+from .queues import Hang, Message, OfProcess, Post, Queue, RecordedWork, Work
 from .values import device_name, is_capturing, poison, read, settle, shape_of, unowned, write
 
 BACKEND = "pretend_nccl"
@@ -64,11 +62,10 @@ class Group(dist.ProcessGroup):
 
     def __init__(self, options: Any) -> None:
         super().__init__(options.group_rank, options.group_size)
-        self.board = _board_of(options)
+        self.of_process = _of_process(options)
         self.timeout: timedelta = options.timeout
         self._name = str(options.group_id)
         self._ranks = list(options.global_ranks_in_group) or list(range(options.group_size))
-        # All groups' values are in one store, for the board to look at.
         self.prefix = str(options.group_id)
         self.is_aborted = threading.Event()
         self._queues: dict[str, Queue] = {}
@@ -259,21 +256,19 @@ class Group(dist.ProcessGroup):
     def _queue(self, name: str, ranks: Sequence[int]) -> Queue:
         if name not in self._queues:
             self._connect(name, ranks)
-            self._queues[name] = Queue(f"{name} of group {self._name}", self.board, Post(name, self))
+            self._queues[name] = Queue(f"{name} of group {self._name}", Post(self))
         return self._queues[name]
 
     def _connect(self, name: str, ranks: Sequence[int]) -> None:
         """Makes a communicator: the host waits until all its ranks have come."""
-        post = Post("host", self)
-        own = self._ranks[self.rank()]
+        post, own = Post(self), self._ranks[self.rank()]
         post.put(f"connect {name}/{own}", None)
-        others = [rank for rank in ranks if rank != own]
-        with self.board.host_waits(f"the communicator {name} of group {self._name}, with ranks {others}") as looking:
-            for rank in others:
-                post.take(f"connect {name}/{rank}", looking)
+        for rank in ranks:
+            if rank != own:
+                post.take(f"connect {name}/{rank}")
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
-        self.board.check()
+        self.of_process.check()
         if self.is_aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted")
         for tensor in tensors:
@@ -301,11 +296,11 @@ def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
     return [group._end_coalescing(operations[0].tensor.device)]
 
 
-def _board_of(options: Any) -> Board:
+def _of_process(options: Any) -> OfProcess:
     """That of the default group, which is the first that a process makes."""
     if dist.is_initialized() and isinstance(dist.group.WORLD, Group):
-        return dist.group.WORLD.board
-    return Board(options.store, options.group_rank, options.group_size)
+        return dist.group.WORLD.of_process
+    return OfProcess(options.store)
 
 
 def _is_eager() -> bool:

@@ -1,4 +1,7 @@
-"""What a pretend group does, one operation after the other: posts, operations, queues and messages."""
+"""What a pretend group does, one operation after the other: posts, operations, queues and messages.
+
+Ranks that wait for each other for ever are found by the pool, whose timeout says where each of them is.
+"""
 
 # torch calls these methods by position; its stubs have overloads for other callers.
 # mypy: disable-error-code="override"
@@ -16,7 +19,6 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from .board import Board, Hang, Looking
 from .values import device_name, read, shape_of, write
 
 HOST_WAITS: list[str] = []
@@ -34,10 +36,26 @@ class Aborted(Exception):
     """The communicator was."""
 
 
+class Hang(BaseException):
+    """Ranks are in different collectives, and would wait for ever."""
+
+
+class OfProcess:
+    """What all groups of a process have in common. found: an error that could not be raised where it was found."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+        self.found: BaseException | None = None
+
+    def check(self) -> None:
+        if self.found is not None:
+            raise self.found
+
+
 class Communicator(Protocol):
     """What operations ask of their group."""
 
-    board: Board
+    of_process: OfProcess
     prefix: str
     timeout: timedelta
     is_aborted: threading.Event
@@ -46,10 +64,9 @@ class Communicator(Protocol):
 class Post:
     """Values that ranks leave for each other, through a connection of its own."""
 
-    def __init__(self, who: str, group: Communicator) -> None:
-        """who: a queue, or the host."""
-        self._who, self._group = who, group
-        self._store: Any = dist.PrefixStore(group.prefix, group.board.store.clone())
+    def __init__(self, group: Communicator) -> None:
+        self._group = group
+        self._store: Any = dist.PrefixStore(group.prefix, group.of_process.store.clone())
         self._store.set_timeout(_LOOK)
         self._num_chunks: dict[str, int] = {}
 
@@ -61,13 +78,11 @@ class Post:
             self._store.set(f"{key}/{index}", chunk)
         self._store.set(key, bytes([len(chunks)]) + chunks[0])
 
-    def take(self, key: str, looking: Looking | None = None) -> Any:
+    def take(self, key: str) -> Any:
         """Waits for a value."""
-        self._group.board.awaits(self._who, f"{self._group.prefix}/{key}")  # as PrefixStore joins them
-        data = self._get(key, looking)
-        self._group.board.awaits(self._who, None)
+        data = self._get(key)
         self._num_chunks[key] = data[0]
-        rest = [self._get(f"{key}/{index}", looking) for index in range(1, data[0])]
+        rest = [self._get(f"{key}/{index}") for index in range(1, data[0])]
         return pickle.loads(b"".join([data[1:], *rest]))
 
     def drop(self, key: str) -> None:
@@ -76,15 +91,13 @@ class Post:
             self._store.delete_key(f"{key}/{index}")
         self._store.delete_key(key)
 
-    def _get(self, key: str, looking: Looking | None) -> bytes:
+    def _get(self, key: str) -> bytes:
         while True:
             try:
                 return bytes(self._store.get(key))
             except dist.DistStoreError:
                 if self._group.is_aborted.is_set():
                     raise Aborted from None
-                if looking is not None:
-                    looking.look()
 
 
 class Work(dist.Work):
@@ -121,7 +134,7 @@ class Work(dist.Work):
         self._is_done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._group.board.check()
+        self._group.of_process.check()
         if timeout:
             HOST_WAITS.append("".join(traceback.format_stack(limit=12)))
         if timeout or device_name() == "cpu":
@@ -138,13 +151,11 @@ class Work(dist.Work):
             BaseException
         ) as error:  # it has no way through the stream: what comes next may fail before it is asked for
             traceback.print_exc()
-            self._group.board.found = error
+            self._group.of_process.found = error
 
     def _wait(self, timeout: timedelta | None) -> bool:
-        with self._group.board.host_waits(self.what) as looking:
-            while not self._is_done.wait(0.02):
-                looking.look()
-                self._check_time(timeout)
+        while not self._is_done.wait(0.02):
+            self._check_time(timeout)
         return self._finish()
 
     def is_completed(self) -> bool:
@@ -208,8 +219,8 @@ class RecordedWork(dist.Work):
 class Queue:
     """Does one operation after the other, as a stream of a communicator."""
 
-    def __init__(self, name: str, board: Board, post: Post) -> None:
-        self._name, self._board, self._post = name, board, post
+    def __init__(self, name: str, post: Post) -> None:
+        self._post = post
         self._waiting: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"pretend {name}", daemon=True)
         self._thread.start()
@@ -224,9 +235,7 @@ class Queue:
 
     def _serve(self) -> None:
         while (work := self._waiting.get()) is not None:
-            self._board.at(self._name, work.what)
             work.run(self._post)
-            self._board.at(self._name, None)
 
 
 class Message:

@@ -130,16 +130,21 @@ def test_rows_wider_than_a_block(
     check(y, h, x, weight, offset, dy)
 
 
+def check_trained(x: Tensor, weight: Tensor, generator: torch.Generator) -> Tensor:
+    """y of a forward and a backward that are those of the formula."""
+    dy = torch.randn(x.shape, generator=generator).to(x.dtype)
+    y, _ = norm(x, weight)
+    y.backward(dy)
+    check(y, x, x, weight, 0.0, dy)
+    return y
+
+
 def test_several_strips_add_up(generator: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows a tile, more rows than there are programs: strips of several tiles, the last one cut short."""
     monkeypatch.setattr(triton_form, "BACKWARD_THREAD_NUMEL", 1)
     monkeypatch.setattr(triton_form, "num_processors", lambda device: 2)
     shape = (53, 60)  # tiles of 2 rows, 8 programs, strips of 8 rows
-    x, weight = drawn(shape, torch.float32, generator), drawn((60,), torch.float32, generator)
-    dy = torch.randn(shape, generator=generator)
-    y, _ = norm(x, weight)
-    y.backward(dy)
-    check(y, x, x, weight, 0.0, dy)
+    check_trained(drawn(shape, torch.float32, generator), drawn((60,), torch.float32, generator), generator)
 
 
 @pytest.mark.parametrize(("has_residual", "max_block_size"), [(True, 8192), (False, 16), (True, 16)])
@@ -163,12 +168,8 @@ def test_strides_are_followed(
 
 def test_saved_tensors_may_come_back_in_another_order(generator: torch.Generator) -> None:
     """As hooks return them, of activations that were on the host."""
-    x, weight = drawn((6, 24), torch.float32, generator), drawn((24,), torch.float32, generator)
-    dy = torch.randn(x.shape, generator=generator)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: torch.stack((t, t), -1)[..., 0]):
-        y, _ = norm(x, weight)
-    y.backward(dy)
-    check(y, x, x, weight, 0.0, dy)
+        check_trained(drawn((6, 24), torch.float32, generator), drawn((24,), torch.float32, generator), generator)
 
 
 def test_a_gradient_that_is_one_number_for_all(generator: torch.Generator) -> None:
@@ -179,21 +180,15 @@ def test_a_gradient_that_is_one_number_for_all(generator: torch.Generator) -> No
 
 
 def test_a_frozen_weight_gets_no_gradient(generator: torch.Generator) -> None:
-    x, weight = drawn((5, 24), torch.float32, generator), torch.randn(24, generator=generator)
-    dy = torch.randn(x.shape, generator=generator)
-    y, _ = norm(x, weight)
-    y.backward(dy)
+    weight = torch.randn(24, generator=generator)
+    check_trained(drawn((5, 24), torch.float32, generator), weight, generator)
     assert weight.grad is None
-    check(y, x, x, weight, 0.0, dy)
 
 
 def test_a_weight_may_be_wider_than_the_rows(generator: torch.Generator) -> None:
-    x, weight = drawn((5, 24), torch.bfloat16, generator), drawn((24,), torch.float32, generator)
-    dy = torch.randn(x.shape, generator=generator).bfloat16()
-    y, _ = norm(x, weight)
-    y.backward(dy)
+    weight = drawn((24,), torch.float32, generator)
+    y = check_trained(drawn((5, 24), torch.bfloat16, generator), weight, generator)
     assert y.dtype == torch.bfloat16 and grad_of(weight).dtype == torch.float32
-    check(y, x, x, weight, 0.0, dy)
 
 
 def test_a_second_derivative_is_refused(generator: torch.Generator) -> None:

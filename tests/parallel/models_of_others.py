@@ -84,7 +84,6 @@ phi3 = partial(made, "Phi3", KEYS)  # queries, keys and values in one layer, by 
 mixtral = partial(made, "Mixtral", EXPERTS, num_local_experts=4)
 # With the loss that balances the load, which each rank has of its own tokens.
 mixtral_with_balance = partial(mixtral, output_router_logits=True, router_aux_loss_coef=0.1)
-single_mixtral = partial(single, mixtral)
 grouped_mixtral = partial(single, mixtral, "grouped_mm")
 batched_mixtral = partial(single, mixtral, "batched_mm")
 # Three choices of eight experts; the first layer has none.

@@ -42,7 +42,7 @@ from tests.parallel.trainings import (
 
 HOST = {"device": "cpu"}
 OVER_STAGES: dict[str, Any] = {"parallel": {**PARTS["parallel"], "pipeline": 2}}  # between stages tokens are whole
-LLAMA, MIXTRAL, T5 = (case_of(build, 3) for build in (others.llama, others.mixtral, others.t5))
+LLAMA, MIXTRAL = (case_of(build, 3) for build in (others.llama, others.mixtral))
 VIT = case_of(others.vit, 0, others.pictures)
 TILES = {"mlp": 4, "modules": ["model.layers.*.mlp"]}
 IN_TILES: dict[str, Any] = {"tiles": {"mlp": 4, "loss": 5}}  # of 18 tokens
@@ -59,7 +59,6 @@ ROWS: dict[tuple[str, int], list[Row]] = {  # what is split, and the number of r
     ("layers, and tokens between them", 2): [
         (case_of(others.gpt2, 0), 1, PARTS),
         (case_of(others.bert, 1), 1, PARTS),
-        (T5, 1, PARTS),
         (VIT, 1, PARTS),
         # Attentions of which no rank has columns.
         (case_of(others.olmo2, 3), 1, PARTS | AGAIN | SOCKETS),
@@ -75,7 +74,11 @@ ROWS: dict[tuple[str, int], list[Row]] = {  # what is split, and the number of r
             1,
             OVER_STAGES | AGAIN | SOCKETS | {"pipeline": {"schedule": "zb-h1"}},
         ),
-        (T5.at(1, accumulation=2), 1, OVER_STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}}),
+        (
+            case_of(others.t5, 1, accumulation=2),
+            1,
+            OVER_STAGES | {"pipeline": {"schedule": "interleaved", "chunks": 2}},
+        ),
     ],
     ("experts", 2): [
         (case_of(others.deepseek, 3), 2, EXPERT | AGAIN | {"zero_optimization": {"offload_param": HOST}}),

@@ -14,7 +14,6 @@ from tests.kit.training import Case, Outcome, assert_close, train, train_plainly
 from tests.pipe import test_pipeline_failures
 from tests.pipe.pipelines import (
     MICROBATCHES,
-    SCHEDULES,
     TOLERANCE_64,
     TiedChain,
     chain_batch,
@@ -36,13 +35,16 @@ def train_on_device(cases: list[Case], is_eager: bool) -> list[Outcome]:
     return outcomes
 
 
-def test_every_schedule_trains_with_tied_weights(pretend_ranks: RankPool) -> None:
-    """Where all messages share a stream; each pair of ranks has one of its own below."""
+ON_ONE_STREAM = ("interleaved", "zb-h1")
+
+
+def test_schedules_train_with_tied_weights(pretend_ranks: RankPool) -> None:
+    """Where all messages share a stream; each pair of ranks has one of its own below, where other schedules are."""
     case = replace(TIED, steps=1)
     expected = train_plainly(case, 1, num_parts=MICROBATCHES)
-    cases = [pipelined(case, 2, schedule) for schedule in SCHEDULES]
+    cases = [pipelined(case, 2, schedule) for schedule in ON_ONE_STREAM]
     found = pretend_ranks(2, train_on_device, cases, True, process_group=False)[0]
-    for schedule, outcome in zip(SCHEDULES, found, strict=True):
+    for schedule, outcome in zip(ON_ONE_STREAM, found, strict=True):
         assert_close(outcome, expected, TOLERANCE_64, TOLERANCE_64, schedule)
 
 

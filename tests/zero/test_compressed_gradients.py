@@ -333,7 +333,7 @@ def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path
     assert [found.differences(expected) for found, expected in zip(after, before, strict=True)] == [[]] * len(trips)
 
 
-@pytest.mark.parametrize("changed", [{"rank": 1}, {"rank": 3}, {"warm_start": False}])
+@pytest.mark.parametrize("changed", [{"rank": 1}, {"warm_start": False}])
 @on_ranks(2)
 def test_thin_matrices_of_another_config_are_not_taken(tmp_path: Path, changed: dict[str, Any]) -> None:
     with trained(low_rank(1), 4) as engine:

@@ -184,28 +184,19 @@ def num_patched(model: nn.Module) -> int:
     return sum("forward" in module.__dict__ for module in model.modules())
 
 
-def test_a_closed_engine_leaves_the_layers_as_they_were() -> None:
-    """But for a forward that came later."""
+@pytest.mark.parametrize("comes_later", [False, True])
+def test_a_forward_of_a_users_own_stays_and_a_closed_engine_leaves_layers_as_they_were(comes_later: bool) -> None:
+    model: Any = Net()
+    with lowtide.initialize(model, settings()):
+        assert num_patched(model) == 0  # small layers are left alone
+    own = lambda x: 2 * x  # noqa: E731
     with direct(True):
-        model: Any = Net()
-        engine = lowtide.initialize(model, settings())
-        assert "forward" in model.blocks[0].wide.__dict__
-        model.first.forward = own = lambda x: 2 * x
-        engine.close()
+        model.first.forward = model.first.forward if comes_later else own
+        with lowtide.initialize(model, settings()) as engine:
+            assert "forward" in model.blocks[0].wide.__dict__
+            model.first.forward = own if comes_later else model.first.forward
+            engine.train_step(*batch(0, 2))
     assert num_patched(model) == 1 and model.first.forward is own
-
-
-def test_layers_that_have_a_forward_of_their_own_keep_it() -> None:
-    model = Net()
-    model.first.forward = lambda x: 2 * x  # type: ignore[method-assign, assignment]  # as users replace it
-    with direct(True), lowtide.initialize(model, settings()) as engine:
-        engine.train_step(*batch(0, 2))
-    assert torch.equal(model.first(torch.ones(1)), 2 * torch.ones(1))
-
-
-def test_small_layers_are_left_alone() -> None:
-    with lowtide.initialize(Net(), settings()) as engine:
-        assert num_patched(engine.module) == 0
 
 
 # -- a layer by itself ------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class LinearLayers:
         """
         self._make: MakeGradient | None = make
         for module in modules:
-            is_transposed = _transposes(module)
+            is_transposed = transposes(module)
             if is_transposed is not None:
                 patches.override(module, "forward", partial(self._forward, module, is_transposed))
         patches.callback(self._forget_make)
@@ -127,7 +127,7 @@ def _is_ordinary(module: nn.Module, x: Any) -> bool:
     )
 
 
-def _transposes(module: nn.Module) -> bool | None:
+def transposes(module: nn.Module) -> bool | None:
     """Return False for a linear layer, True for a linear layer with weight (in, out), None for any other module."""
     # This layer is overridden already, so its backward is not known.
     if "forward" in module.__dict__:

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from ...kernels.linear_layers import transposes
 from ...model.blocks import find_blocks
 from ...model.patches import ModelPatches
 from ...parallel.sequence_data import SequenceError, SequenceShard
@@ -156,7 +157,7 @@ class MetaRun:
         if self._after is not None:
             patches.hook(self._after.register_forward_hook(counter.after_blocks))
         for module in self._model.modules():
-            if isinstance(module, nn.Linear):
+            if transposes(module) is not None and any(param.requires_grad for param in module.parameters()):
                 patches.hook(module.register_forward_hook(counter.see_linear))
         for param in self._model.parameters():
             if param.requires_grad:
@@ -259,8 +260,8 @@ class _PartCounter:
             self._rest[self._now] = self._rest.get(self._now, 0) + param.nbytes * (id(param) not in self._of_units)
 
     def see_linear(self, module: nn.Module, args: Any, output: Any) -> None:
-        # A recomputation in the backward calls the hooks again.
-        if self._now is None or torch._C._current_graph_task_id() >= 0:
+        # A recomputation in the backward calls the hooks again. Tiles record no graph, and put no gradient off.
+        if self._now is None or torch._C._current_graph_task_id() >= 0 or not torch.is_grad_enabled():
             return
         total = sum(tensor.nbytes for tensor in tensors_of(output))
         for tensor in tensors_of(args):  # several layers may share an input

@@ -93,3 +93,13 @@ def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     run = MetaRun(model, plan_units(model), Dtypes(None, None, None), "cpu")
     parts = [*run.profile(models.token_batch(0, 2), 2, 2).parts.values()]
     assert [part.backward_flops > 2 * part.forward_flops for part in parts[2:-1]] == [True, False, True, False]
+
+
+def test_inputs_of_gpt2s_linear_layers_are_kept_for_w_and_those_of_frozen_layers_are_not() -> None:
+    """As `WeightGradients` puts gradients off: x and dy of 3 rows, in float32."""
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    layers = pytorch_utils.Conv1D(8, 5), nn.Linear(8, 5), nn.Linear(5, 2).requires_grad_(False)
+    model = nn.Sequential(*layers)
+    run = MetaRun(model, plan_units(model), Dtypes(None, None, None), "cpu", lambda output, batch: output.sum())
+    found = run.profile((torch.ones(3, 5),), 3, 0)
+    assert sum(part.linear_bytes for part in found.parts.values()) == 4 * 3 * (5 + 8 + 8 + 5)

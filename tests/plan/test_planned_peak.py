@@ -124,6 +124,7 @@ TABLE: dict[tuple[str, int], dict[str, Case]] = {
         "stage 2": Case("deep fused", stages("zb-h1", 2, 1)),
         "stage 3": Case("deep gpt", stages("zb-v", 3, 1, **BF16)),
         "interleaved": Case("deep fused", stages("interleaved", 0, 1, **BF16)),
+        "tiles": Case("long gpt", stages("zb-h1", 0, tiles={"mlp": 50})),
     },
     ("stages x data", 4): {
         "stage 2": Case("deep gpt", stages("zb-v", 2)),

@@ -284,8 +284,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     def _newest_state(self) -> str:
         naming = self.project_configuration
         if not naming.automatic_checkpoint_naming:
-            raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-        folders = list(Path(naming.project_dir, "checkpoints").glob("checkpoint_*"))
+            raise ValueError("load_state: expected input_dir, since automatic_checkpoint_naming is off; pass it")
+        parent = Path(naming.project_dir, "checkpoints")
+        folders = list(parent.glob("checkpoint_*"))
+        if not folders:
+            raise ValueError(f"load_state: expected a state that save_state has written to {parent}, found none")
         return str(max(folders, key=lambda folder: int(folder.name.rpartition("_")[2])))
 
     @contextmanager

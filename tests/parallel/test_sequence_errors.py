@@ -35,6 +35,12 @@ class Shifting(Attends):
         return super().forward(x + functional.pad(x, (0, 0, 1, 0))[:, :-1] / WIDTH)
 
 
+class Masked(Attends):
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, None]
+        return x + functional.scaled_dot_product_attention(rows, rows, rows, torch.zeros(x.shape[1], x.shape[1]))[:, 0]
+
+
 class Summing(Plain):
     """Its loss is a sum."""
 
@@ -133,6 +139,7 @@ REFUSED: dict[int, list[Refused]] = {  # by number of ranks
         Refused("batch: expected the same batch on the 2 ranks of sequence", call=changed(input_ids=of_this_rank)),
         # Tokens that meet past attention.
         Refused("expected split attention in a forward of Plain, found no call of it", partial(of, Written), "plain"),
+        Refused("as many keys as queries, and no mask but is_causal, found a mask of", partial(of, Masked), "plain"),
         Refused(
             "expected tokens of Plain to mix only in attention, found that a token's loss depends",
             partial(of, Shifting),
@@ -229,6 +236,10 @@ REFUSED_MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (
         lambda: llama(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
         "config.rope_parameters: expected angles that do not depend on the length, found dynamic",
+    ),
+    (
+        lambda: llama(attn_implementation="flex_attention"),
+        'attn_implementation: expected "sdpa" or "eager", found "flex_attention"',
     ),
     (lambda: llama(layerdrop=0.1), "config.layerdrop: ranks draw different random numbers"),
 ]

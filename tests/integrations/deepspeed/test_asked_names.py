@@ -126,6 +126,14 @@ def test_buffers_are_cast() -> None:
     config = deepspeed.DeepSpeedConfig(unmanaged, world_size=2, num_stages=2)
     said = "managed_gradient_accumulation: expected true with a pipeline"
     assert said in refusal(_check_settled, config, None, None, kind=AssertionError)
+    said = 'config: expected values for zero_optimization.stage, found "auto". Run `lowtide plan`'
+    planned = {"train_batch_size": 2, "zero_optimization": {"stage": "auto"}}
+    assert said in refusal(deepspeed.initialize, model=model, config=planned, kind=AssertionError)
+    asked |= {"optimizer": {"type": "AdamW", "params": {"state_dtype": "int8"}}}
+    said = "with these params needs all 4 parameters that require a gradient, without groups; found 1 groups"
+    part = [{"params": model[0].parameters()}]
+    given = {"model": model, "config": asked, "model_parameters": part}
+    assert said in refusal(deepspeed.initialize, **given, kind=AssertionError)
 
 
 def test_sections_are_objects() -> None:

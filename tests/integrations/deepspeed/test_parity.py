@@ -62,6 +62,8 @@ def test_losses_of_a_pipeline_are_those_of_deepspeed() -> None:
     assert (engine.global_steps, engine.micro_steps) == (5, 10)
     said = "engine.step(): not available over a pipeline. Call engine.train_batch"
     assert said in refusal(engine.step, kind=AssertionError)
+    with torch.no_grad():
+        assert "expected gradients to be enabled, found torch.no" in refusal(engine.train_batch, kind=RuntimeError)
     engine.destroy()
 
 

@@ -160,6 +160,8 @@ def test_a_topology_has_the_last_axis_fastest() -> None:
     assert (topology.get_dim("expert"), topology.world_size()) == (0, 8)
     said = "expected a number for each of ['pipe', 'data', 'model'], found ['pipe']"
     assert said in refusal(topology.get_rank, pipe=0)
+    said = "expected a coordinate below [2, 2, 2], found {'pipe': 0, 'data': 2, 'model': 0}"
+    assert said in refusal(topology.get_rank, pipe=0, data=2, model=0)
 
 
 class Embedding(nn.Embedding):
@@ -187,6 +189,8 @@ def test_layers_run_one_after_the_other() -> None:
     assert said in refusal(PipelineModule.batch_of, (1, 2, 3))
     refused = partial(refusal, kind=RuntimeError)
     assert "expected num_stages or a topology, found neither" in refused(PipelineModule, [nn.Linear(2, 2)])
+    said = "expected modules, LayerSpecs and functions, found a str as layer 1"
+    assert said in refusal(PipelineModule, [nn.Linear(2, 2), "tanh"], 1, kind=TypeError)
     said = "num_stages(2) x data(?) = world size(1) does not hold"
     assert said in refused(PipelineModule, [nn.Linear(2, 2)], num_stages=2)
     assert "expected a class of nn.Module" in refused(LayerSpec, torch.tanh)

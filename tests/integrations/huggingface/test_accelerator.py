@@ -113,6 +113,7 @@ def test_a_state_is_removed_when_it_has_been_written(tmp_path: Path) -> None:
     naming = accelerate.utils.ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=1)
     accelerator = accelerator_of(stage(1, checkpoint={"async": True}), project_config=naming)
     prepared_of(accelerator)
+    assert f"written to {tmp_path / 'checkpoints'}, found none" in refusal(accelerator.load_state)
     with mock.patch.object(CheckpointFolder, "commit", late_commit):
         for _ in range(2):
             accelerator.save_state()
@@ -331,6 +332,8 @@ def test_objects_of_a_loop_are_used_together() -> None:
     accelerator.prepare(other)
     said = "expected the optimizer in the same call as its model"
     assert said in refusal(accelerator.prepare, sgd(other))
+    said = "load_state: expected input_dir, since automatic_checkpoint_naming is off"
+    assert said in refusal(accelerator.load_state)
 
 
 def test_names_in_docstrings_can_be_imported() -> None:

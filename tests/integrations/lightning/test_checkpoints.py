@@ -178,3 +178,5 @@ def test_a_checkpoint_io_is_refused() -> None:
     pl = lightning()
     said = "plugins: expected no CheckpointIO, found a AsyncCheckpointIO"
     assert said in refusal(trainer, pl, "lowtide_stage_2", plugins=[pl.plugins.io.AsyncCheckpointIO()])
+    save = trainer(pl, "lowtide_stage_2").strategy.save_checkpoint
+    assert "expected no storage_options, since" in refusal(save, {}, "checkpoint", {"retries": 3}, kind=TypeError)

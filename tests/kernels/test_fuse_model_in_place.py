@@ -125,15 +125,6 @@ def test_an_override_of_forward_comes_and_goes(generator: torch.Generator) -> No
     assert len(output.hidden_states) == 3
 
 
-def test_a_fused_layer_is_compiled_as_a_whole(generator: torch.Generator) -> None:
-    model: Any = llama()
-    fuse_model(model, backend="reference")
-    layer, h = model.model.layers[0], torch.randn(2, 7, 32, generator=generator)
-    angles = model.model.rotary_emb(h, torch.arange(7)[None])
-    compiled = torch.compile(layer, backend="eager", fullgraph=True)
-    assert torch.equal(compiled(h, position_embeddings=angles), layer(h, position_embeddings=angles))
-
-
 class OwnNorm(nn.RMSNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * super().forward(x)

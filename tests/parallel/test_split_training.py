@@ -270,33 +270,24 @@ def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
 
 WHOLE = "expected PEFT's LoRA without DoRA on split linear layers, found"
 EMBEDDING = TENSOR | {"tensor_parallel": {"plan": {"embed_tokens.base_layer": "vocabulary"}}}
-REFUSED: list[tuple[list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [  # layers, of LoRA, config, text
-    (LAYERS, {"use_dora": True}, TENSOR, (f"{WHOLE} lora.Linear with a variant such as DoRA on '", "q_proj'")),
-    (["embed_tokens"], {}, EMBEDDING, (f"{WHOLE} lora.Embedding on ", "target_modules)")),
-    (LAYERS, {}, PARTS, ("tensor_sequence: expected split layers without adapters, found an adapter at '", "q_")),
+OF_EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+DORA = f"{WHOLE} lora.Linear with a variant such as DoRA on '"
+ADAPTER = "tensor_sequence: expected split layers without adapters, found an adapter at '"
+MOE = "ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put"
+# A model, layers, more of LoRA, the config, and parts of the text.
+REFUSED: list[tuple[Any, list[str], dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    (others.llama, LAYERS, {"use_dora": True}, TENSOR, (DORA, "q_proj'")),
+    (others.llama, ["embed_tokens"], {}, EMBEDDING, (f"{WHOLE} lora.Embedding on ", "target_modules)")),
+    (others.llama, LAYERS, {}, PARTS, (ADAPTER, "q_")),
+    (others.mixtral, [], OF_EXPERTS, TENSOR, (f"{WHOLE} lora.{MOE} plain LoRA on",)),
+    (others.mixtral, [], OF_EXPERTS, EXPERT, (f"found a {MOE} LoRA on linear layers",)),
 ]
 
 
-EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
-
-
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("axis", "text"),
-    [
-        ("tensor", f"{WHOLE} lora.ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put plain LoRA on"),
-        ("expert", "found a ParamWrapper on 'base_model.model.model.layers.0.mlp.experts'; put LoRA on linear layers"),
-    ],
-)
-def test_adapters_of_split_experts_are_refused(axis: str, text: str) -> None:
-    model = adapted(others.mixtral(), [], target_parameters=EXPERTS)
-    assert text in refusal(lowtide.initialize, model, split_config(parallel={axis: 2}))
-
-
-@on_ranks(2)
-def test_adapters_that_need_whole_layers_or_tokens_are_refused() -> None:
-    for layers, more, config, parts in REFUSED:
-        text = refusal(lowtide.initialize, adapted(others.llama(), layers, **more), split_config(**config))
+def test_adapters_that_need_whole_layers_tokens_or_experts_are_refused() -> None:
+    for build, layers, more, config, parts in REFUSED:
+        text = refusal(lowtide.initialize, adapted(build(), layers, **more), split_config(**config))
         assert all(part in text for part in parts)
 
 

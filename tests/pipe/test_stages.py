@@ -402,26 +402,6 @@ def test_hooks_run_on_a_stages_own_blocks_and_on_the_root_of_the_last_stage(num_
     assert [(index, name) for index, name, _ in seen] == [*blocks, (num_stages - 1, "root")]
 
 
-def test_a_compiled_block_is_called_in_its_place() -> None:
-    calls: list[int] = []
-
-    def build() -> nn.Module:
-        model = models.TinyGPT(layers=4)
-        for number, block in enumerate(model.blocks):
-            forward = block._call_impl
-
-            def compiled(x: Tensor, number: int = number, forward: Callable[[Tensor], Tensor] = forward) -> Tensor:
-                calls.append(number)
-                return forward(x)
-
-            block._compiled_call_impl = compiled  # what block.compile() sets
-        return model
-
-    first, second = stages_of(build, 2)
-    second.run(of_tokens, first.run(of_tokens))
-    assert calls == [0, 1, 2, 3]
-
-
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")  # torch says so too
 def test_reentrant_checkpointing_around_a_block_is_refused_where_its_gradient_would_be_lost() -> None:
     stages = stages_of(partial(models.Recomputing, "around", True), 2, [2, 1])

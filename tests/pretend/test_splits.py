@@ -14,7 +14,6 @@ from tests.kit.training import refusal
 from tests.parallel import test_expert_routing as experts
 from tests.parallel.test_sequence import batch_of as sequences_of, eager_llama, mistral
 from tests.parallel.test_split_training import PLAN
-from tests.parallel.test_tiles import MODELS
 from tests.pretend.group import register
 from tests.pretend.test_host_waits import waits_of
 
@@ -31,9 +30,14 @@ def tokens(step: int, kind: str) -> tuple[Tensor, ...]:
 # Name: model, batches, which of them, stage, and the config that splits. Another split is another row.
 ROWS: dict[str, tuple[Any, Any, str, int, dict[str, Any]]] = {
     "tensor, tied, bf16": (models.tied_gpt, tokens, "", 3, {**TENSOR, **BF16, "tensor_parallel": {"plan": PLAN}}),
-    "sequence, padded, window": (mistral, sequences_of, "padded", 2, SEQUENCE),
-    "sequence, packed": (eager_llama, sequences_of, "packed", 1, SEQUENCE),
-    "sequence, tiles": (MODELS["qwen3"], sequences_of, "odd", 3, {**SEQUENCE, "tiles": {"mlp": 5, "loss": 4}}),
+    "window, padded, tiles": (
+        mistral,
+        sequences_of,
+        "padded",
+        3,
+        {**SEQUENCE, "tiles": {"mlp": 5, "loss": 4}},
+    ),
+    "sequence, packed": (eager_llama, sequences_of, "packed", 2, SEQUENCE),
     "ring, padded": (mistral, sequences_of, "padded", 1, {**SEQUENCE, "sequence_parallel": {"attention": "ring"}}),
 }
 

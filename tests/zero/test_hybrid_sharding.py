@@ -36,7 +36,7 @@ def train_hearing_late(case: Case) -> Outcome:
 
 def test_what_a_rank_does_early_waits_for_nothing(ranks: RankPool) -> None:
     """A rank that hears late of a sum must not go on with a newer one: that one needs the memory of the older one."""
-    case = MLP.at(2, build=partial(models.Mlp, 12), config=HYBRID)
+    case = MLP.at(2, build=partial(models.Mlp, 12), config=HYBRID, steps=2)
     assert_alike([ranks(4, train_hearing_late, case)[0], ranks(4, train, case)[0]])
 
 

@@ -253,21 +253,6 @@ def test_a_block_that_is_called_again_at_once_stays() -> None:
     assert found[1:] == [6, 6]
 
 
-def forward_alone() -> float:
-    with lowtide.initialize(Model(3), config_of()) as engine:
-        calls = (("plain", (0, 1, 2)),)
-        with engine.gathered(), torch.no_grad():
-            if engine.rank == 0:
-                engine(data(0), calls)
-        engine.backward(engine(data(0), calls))
-        return engine.step().grad_norm.item()
-
-
-def test_a_forward_on_one_rank_alone_while_all_is_gathered(ranks: RankPool) -> None:
-    first, second = ranks(2, forward_alone)
-    assert first == second > 0
-
-
 @pytest.mark.parametrize("dropping", [(0, ~1, ~0, 2), (~0, 0, 2)])
 @on_ranks(2)
 def test_a_dropped_block_is_not_updated_in_the_backward(dropping: tuple[int, ...]) -> None:

@@ -163,6 +163,8 @@ def test_the_executable_says_when_lowtide_is_not_installed(tmp_path: Path) -> No
 
 
 PLAN = "plan zero3 --layers 2 --hidden 64 --heads 2 --vocab 100"
+SHOW = "schedule show 1f1b --ranks 2 --microbatches 2"
+THREE_TIMES = "expected three times F,I,W, for example 1,1.2,0.8, found "
 
 
 @pytest.mark.parametrize(
@@ -170,21 +172,26 @@ PLAN = "plan zero3 --layers 2 --hidden 64 --heads 2 --vocab 100"
     [
         (f"{PLAN} --write no/best.json", 'argument --write: expected a file in an existing folder, found "no/best.'),
         (f"{PLAN} --png folder", 'argument --png: expected the name of a file, found the folder "folder"'),
-        ("schedule show 1f1b --ranks 2 --microbatches 2 --save no/s.txt", "argument --save: expected a file in an"),
-        ("schedule show 1f1b --ranks 2 --microbatches 2 --png no/s.png", "argument --png: expected a file in an"),
+        (f"{SHOW} --save no/s.txt", "argument --save: expected a file in an"),
+        (f"{SHOW} --png no/s.png", "argument --png: expected a file in an"),
+        (f"{SHOW} --costs 1,2", f'{THREE_TIMES}"1,2"'),
+        (f"{SHOW} --costs 1,-1,1", f'{THREE_TIMES}"1,-1,1"'),
+        (f"{SHOW} --costs 0,0,0", f'{THREE_TIMES}"0,0,0"'),
+        (f"{SHOW} --send soon", 'expected a time of 0 or more, found "soon"'),
+        (f"{SHOW} --send nan", 'expected a time of 0 or more, found "nan"'),
+        (f"{SHOW} --activation-bytes apples", 'expected a size, for example 80GB, 1.5GiB or 450e12, found "apples"'),
+        (f"{SHOW} --ranks 0", 'expected a whole number of at least 1, found "0"'),
+        ("config check zero3 --world-size 0", 'expected a whole number of at least 1, found "0"'),
+        ("export in out --dtype int8", 'unknown --dtype "int8"; expected one of fp32,'),
+        ("export in out --shard-bytes many", "expected a positive number"),
         ("report folder --png no/s.png", "argument --png: expected a file in an existing folder"),
         ("report folder --html a.html --json", "argument --json: not allowed with argument --html"),
         ("report folder --html a.html --rank 0", "--rank: expected none with --html, whose page shows all ranks"),
-        (
-            f"{PLAN} --png front",
-            "argument --png: expected a name that ends with one of .",
-        ),
+        (f"{PLAN} --png front", "argument --png: expected a name that ends with one of ."),
         (f"{PLAN} --png front.pgn", 'found "front.pgn"'),
         ("plan --params 7b --gpus 8 --tokens 1T", "found --gpus, --tokens without CONFIG: --params takes no CONFIG"),
-        (
-            "tune zero3 --launch --quiet-ranks x.py",
-            'expected one argument; if its value begins with "-", write OPT',
-        ),
+        ("tune zero3 --launch --quiet-ranks x.py", 'expected one argument; if its value begins with "-", write OPT'),
+        ("env --quick", "--quick was removed; nothing is measured without --measure, so leave it out"),
         ("env --measure folder", 'argument --measure: expected the name of a file, found the folder "folder"'),
         ("env --measure --json", "--json: expected none with --measure"),
         ("env --measure --folder no", "--folder: expected an existing folder that you may write, found no"),

@@ -56,14 +56,11 @@ def test_versions_are_those_that_are_installed_and_a_folder_is_left_as_it_was(ca
             assert why in found["works"][name]["why"] and not found["works"][name]["works"]
 
 
-def test_what_was_removed_cannot_be_written_or_measured_is_said(
+def test_what_cannot_be_written_or_measured_is_said(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = report(capsys, "--folder", str(tmp_path / "no" / "folder"), status=1)["works"]["offload to nvme"]
     assert not works["works"] and "No such file or directory; name an existing folder" in works["why"]
-    with pytest.raises(SystemExit):
-        main(["env", "--quick"])
-    assert "--quick was removed; nothing is measured without --measure, so leave it out" in capsys.readouterr().err
 
     def fail(*_: object) -> None:
         raise ChildProcessError("rank 0 of 2 failed: no output")

@@ -141,19 +141,6 @@ def test_paths_that_are_none_are_said(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {path.name for path in tmp_path.iterdir()} == {"in", "file"}
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        (["--dtype", "int8"], 'unknown --dtype "int8"; expected one of fp32,'),
-        (["--shard-bytes", "many"], "expected a positive number"),
-    ],
-)
-def test_options_that_are_none_are_refused(option: list[str], text: str, capsys: Capture) -> None:
-    with pytest.raises(SystemExit):
-        main(["export", "in", "out", *option])
-    assert text in capsys.readouterr().err
-
-
 def test_export_of_a_checkpoint_without_its_base_is_refused(tmp_path: Path, capsys: Capture) -> None:
     adapters.save(str(tmp_path), 0, adapters.LEFT_OUT)
     text = refused(capsys, tmp_path, tmp_path / "out")

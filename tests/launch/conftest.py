@@ -17,10 +17,10 @@ def loop() -> Iterator[Loop]:
 
 
 @pytest.fixture(scope="session")
-def network() -> Iterator[Network]:
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     """Three hosts: login, where a user sits, and n1 and n2, where jobs run; see `tests/launch/network.py`."""
     require_network()
-    network = Network(["login", "n1", "n2"])
+    network = Network(tmp_path_factory.mktemp("network"), ["login", "n1", "n2"])
     yield network
     network.close()
 

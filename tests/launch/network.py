@@ -12,21 +12,18 @@ that were tried on one machine alone: /etc/hosts gives a host's own name as 127.
 address on every host, and the shell's start-up file prints a greeting, also when ssh runs a command.
 
 Nothing of this outlives the process that made it, however that ends: the kernel ends the namespaces' first processes
-with it (PR_SET_PDEATHSIG), with them all others, and with them the networks and the mounts. What a killed run leaves is
-a folder, which the next one removes.
+with it (PR_SET_PDEATHSIG), with them all others, and with them the networks and the mounts.
 """
 
 import contextlib
-import fcntl
 import functools
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 import pytest
@@ -35,7 +32,6 @@ REQUIRED = "LOWTIDE_REQUIRE_NETWORK_TESTS"  # "1": tests fail where they would b
 PACKAGES = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 PACKAGES |= {"unshare": "util-linux", "nsenter": "util-linux", "setpriv": "util-linux", "mount": "mount"}
 SYSTEM_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-FOLDER_PREFIX = "lowtide-network-"
 START_SECONDS = 20.0
 GONE_SECONDS = 10.0  # until the kernel has removed all processes of a killed host
 
@@ -312,12 +308,10 @@ class VirtualHost:
 
 
 class Network:
-    """The hosts and the switch between them. `network["n1"]` is a host; made ones are started at once."""
+    """The hosts, whose files are in `folder`, and the switch. `network["n1"]` is a host; they are started at once."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        remove_dead_folders()
-        self.folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX))
-        self._lock = _locked(self.folder / "lock")
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        self.folder = folder
         self._switch = Switch(self.folder)
         self.hosts = {
             name: VirtualHost(self._switch, self.folder / name, name, number)
@@ -339,13 +333,11 @@ class Network:
         return {name: left for name, host in self.hosts.items() if (left := host.repair())}
 
     def close(self) -> None:
-        """Ends all hosts and the switch, and removes their files."""
+        """Ends all hosts and the switch."""
         for host in self.hosts.values():
             if host.is_on:
                 host.kill()
         self._switch.close()
-        self._lock.close()
-        shutil.rmtree(self.folder)
 
     def _write_files(self) -> None:
         key = _make_key(self.folder / "client_key")
@@ -376,24 +368,6 @@ def _make_key(path: Path) -> str:
     """Makes a key pair without passphrase; its public half, as authorized_keys and known_hosts have it."""
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(path))
     return path.with_suffix(".pub").read_text(encoding="utf-8").strip()
-
-
-def remove_dead_folders() -> None:
-    """Removes the folders of networks whose process is gone: nobody holds their lock."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another process is quicker, or holds the lock
-            _locked(folder / "lock", "r").close()
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(path: Path, mode: str = "a") -> IO[str]:
-    file = path.open(mode, encoding="utf-8")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        file.close()
-        raise
-    return file
 
 
 def main_process(process: "subprocess.Popen[str]") -> psutil.Process:

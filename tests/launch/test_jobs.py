@@ -205,8 +205,9 @@ def test_ctrl_c_reaches_every_rank_once_and_leaves_them_time(tmp_path: Path) -> 
         (["agent"], "lost the agent of this host: the connection ended (the agent was ended by SIGKILL)"),
         (["guard"], "the guard of the agent was killed, so the agent ends"),
         (["launcher", "agent"], None),
+        (["agent", "guard"], ""),
     ],
-    ids=["launcher", "agent", "guard", "launcher_and_agent"],
+    ids=["launcher", "agent", "guard", "launcher_and_agent", "agent_and_guard"],
 )
 def test_whoever_is_killed_nothing_is_left(tmp_path: Path, victims: list[str], said: str | None) -> None:
     job = started(tmp_path)
@@ -215,15 +216,8 @@ def test_whoever_is_killed_nothing_is_left(tmp_path: Path, victims: list[str], s
         process.kill()
     status, _, err = job.end(GONE_SECONDS)
     job.wait_until_gone(GONE_SECONDS)
-    assert not folder.exists()
+    assert not folder.exists() or victims == ["agent", "guard"]  # then the next job removes it
     assert status == (128 + signal.SIGKILL if said is None else 1) and (said or "") in err
-
-
-def test_agent_and_guard_that_are_killed_together_leave_nothing(tmp_path: Path) -> None:
-    job = started(tmp_path)
-    for process in [part(job, name) for name in ("agent", "guard")]:
-        process.kill()
-    assert job.finish().status == 1
 
 
 def test_records_that_are_left_when_all_are_killed_go_with_the_next_job(tmp_path: Path) -> None:

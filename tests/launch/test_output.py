@@ -8,6 +8,7 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -184,20 +185,16 @@ def test_logs_go_on_after_a_restart(tmp_path: Path) -> None:
 # -- equal lines ----------------------------------------------------------------------------------------------------
 
 
-def test_equal_lines_of_ranks_are_one(tmp_path: Path) -> None:
-    source = """
-import os, pathlib, time
-pathlib.Path("ready" + os.environ["RANK"]).touch()
-while not all(pathlib.Path(f"ready{rank}").exists() for rank in range(4)):
-    time.sleep(0.001)
-time.sleep(0.1)
-print("loading")
-"""
-    for _ in range(10):  # on a busy machine they may not come together
-        lines = sorted(Job(tmp_path, source, "--nproc", "4").finish().out.splitlines())
-        if len(lines) == 2:
-            break
-    assert lines == ["[ranks 1-3] loading", "loading"]
+def test_equal_lines_of_ranks_are_one(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lowtide.launch.job.display.time", Mock(monotonic=lambda: 0.0))  # all come within the window
+    display = Display(loop)
+    display.open(dict.fromkeys(range(4), "a host"), dict.fromkeys(range(4), Mock(index=0)))
+    for rank in range(4):
+        display.output(rank, "loading\n")
+    display.close(Mock(count=0))
+    assert sorted(capfd.readouterr().out.splitlines()) == ["[ranks 1-3] loading", "loading"]
 
 
 def shown(lines: list[Line]) -> list[tuple[str, str]]:

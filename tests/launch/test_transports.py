@@ -27,7 +27,7 @@ from lowtide.launch.wire.messages import Start, Welcome, encode
 from tests.kit.ranks import reserved_port
 from tests.launch import fakes
 from tests.launch.jobs import Job
-from tests.launch.scripts import SAVES_ON_SIGNAL, SLEEPS, WRITES_ENVIRONMENT
+from tests.launch.scripts import SAVES_ON_SIGNAL, WRITES_ENVIRONMENT
 
 NOTE = "two words, \"quotes\" and 'more',\na second line; $HOME `ls` \\ é"
 QUICK = "--no-preflight"
@@ -71,14 +71,6 @@ def test_a_signal_reaches_ranks_on_other_hosts(tmp_path: Path) -> None:
     status, _, err = job.finish()
     assert status == 0, err
     assert (tmp_path / "saved0").read_text() == (tmp_path / "saved1").read_text() == str(int(signal.SIGTERM))
-
-
-def test_a_killed_launcher_leaves_nothing_on_the_hosts_of_srun(tmp_path: Path) -> None:
-    job = on_two_hosts(tmp_path, SLEEPS, "srun", QUICK)
-    job.wait_for_files("ready0", "ready1")
-    job.process.kill()
-    job.process.communicate()
-    job.wait_until_gone(5.0)
 
 
 def test_the_first_failure_is_told_and_not_those_that_follow(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lowtide.offload import AioOptions, FileStore, HostPool, HostStore, OffloadError, StagedStore, Store, Transfer
 from tests.kit.training import refusal
 from tests.offload.held import bytes_held
+from tests.offload.slow_store import SlowStore
 
 SMALL_BLOCK = 8192
 SIZES = [0, 1, 511, 512, 4095, 4096, 4097, SMALL_BLOCK, 3 * SMALL_BLOCK, 3 * SMALL_BLOCK + 4099, (1 << 20) + 1]
@@ -162,3 +163,26 @@ def test_close_ends_what_runs_and_a_closed_store_says_so(store: Store) -> None:
         text = refusal(act, "0", random_bytes(100_000, 0), kind=OffloadError)
         assert "expected an open store for '0', found it closed" in text
     assert "expected an open store for '0', found it closed" in refusal(store.drop, "0", kind=OffloadError)
+
+
+# -- a staged store ---------------------------------------------------------------------------------------------------
+
+
+def test_the_callers_bytes_are_free_before_a_staged_store_has_them() -> None:
+    store, given = StagedStore(SlowStore(0.2), HostPool()), random_bytes(10_000, 0)
+    save = store.save("a", given)
+    assert save.is_done
+    save.wait()
+    given.zero_()
+    assert torch.equal(loaded(store, "a", 10_000), random_bytes(10_000, 0))
+    store.close()
+
+
+def test_a_staged_save_that_failed_later_is_told_on_load() -> None:
+    inner, pool = SlowStore(), HostPool()
+    inner.refusing.update(("save", "load"))
+    store = StagedStore(inner, pool)
+    store.save("a", random_bytes(10_000, 0))
+    assert refusal(loaded, store, "a", 10_000, kind=OffloadError) == "the disk of the test is gone (load)"
+    store.close()
+    assert pool.bytes_in_use == 0

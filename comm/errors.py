@@ -6,8 +6,9 @@ If an error takes a rank out of a call of the engine, other ranks may wait for i
 A rank that raises in a forward or a backward writes to the store: its number of errors so far, and how many collectives
 of each channel it has begun. All ranks of a channel begin the same collectives in the same order. Suppose that rank A
 waits, has raised less often than rank B, and has begun more collectives than B had at its error. Then A has passed the
-place of the error without raising it, and B will not come to the collective. If all ranks raise the same error, none of
-them has passed it, and the next step can run.
+place of the error without raising it, and B will not come to the collective. If all ranks raise an error in a forward,
+the next pass ends its collectives; a rank that raises in a backward completes those of the backward. So all ranks are
+at the same place, and the next step can run.
 
 A call outside a pass, and a context such as `engine.gathered()`, begin and end together on all ranks. An error in such
 a call is announced with the name and number of the call, even if it precedes the call's first collective. A rank inside
@@ -126,8 +127,8 @@ class ErrorBroadcast:
             self.broadcast(error)
             raise
 
-    def broadcast(self, error: BaseException, may_repeat: bool = True) -> None:
-        """Announce an error that ends a pass.
+    def broadcast(self, error: BaseException, may_repeat: bool = True) -> bool:
+        """Announce an error that ends a pass. Returns whether it was announced.
 
         may_repeat: an error before the first collective is not announced, since the pass may be repeated with another
         batch.
@@ -135,12 +136,13 @@ class ErrorBroadcast:
         self._is_announced = True
         begun = self._counts()
         if may_repeat and begun == self._mark and not isinstance(error, CollectiveError):
-            return
+            return False
         self._mark = begun
         self._num_announced += 1
         self._text, self._begun = _text_of(error), self._by_number()
         self._gave_up = isinstance(error, CollectiveError)
         self._say()
+        return True
 
     @contextmanager
     def call(self, what: str, is_context: bool = False) -> Iterator[None]:

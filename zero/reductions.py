@@ -103,7 +103,7 @@ class ReductionTurns:
     def __init__(self, units: Sequence[Unit], ring: GatherRing | None) -> None:
         """units: the root unit first, then the blocks. ring: the gathers of the backward, if they need other ranks."""
         self.order = [*reversed(units)]
-        self.cursor = 0  # index in `order` of the next unit to reduce
+        self.cursor = len(self.order)  # index in `order` of the next unit to reduce: in a forward none is due
         self.reductions = Reductions()
         self.boundary = True
         """Whether this is the last backward of a step."""
@@ -120,8 +120,6 @@ class ReductionTurns:
         self._use = 0
         self._ring = ring
         if ring is not None:
-            # No reduction is due in a forward, though the ring's gates are asked there too.
-            self.cursor = len(self.order)
             ring.at_gate = self._at_gate
             ring.keeps = lambda unit: (
                 self.cursor < len(self.order) and unit.first_use is not None and not unit.is_collected
@@ -186,8 +184,13 @@ class ReductionTurns:
                 self.reductions.start(gradient, self.boundary)
         self.reductions.finish()
 
+    def stop_updates(self) -> None:
+        """Only sum the gradients of the remaining units."""
+        self._on_final, self.updates = None, False
+
     def abort(self) -> None:
-        """Skip all remaining turns."""
+        """Skip all remaining turns, and drop the reductions that have not ended: other ranks will not answer."""
+        self.reductions.abandon()
         self.cursor = len(self.order)
         if self._ring is not None:
             self._ring.gate = NO_GATE

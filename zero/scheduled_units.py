@@ -139,8 +139,8 @@ class ScheduledUnits:
                 for copies in gradient.group.plan.sharding.tied:
                     self._sum_tied(gradient, copies)
 
-    def abort(self, error: BaseException) -> None:
-        """End a schedule that `error` has ended."""
+    def abort(self, error: BaseException, completes: bool) -> None:
+        """End a schedule that `error` has ended. Nothing of it can be completed."""
         self._reductions.abandon()
         self._on_final = None
         self.release_all()

@@ -391,22 +391,31 @@ class UnitSequence:
             self._end_round()
         self._end_pass()
 
-    def abort(self, error: BaseException) -> None:
+    def abort(self, error: BaseException, completes: bool) -> None:
         """End a backward that `error` has ended.
 
-        Reductions in flight are finished, as the other ranks reach them in the canonical order too, unless ranks are
-        lost.
+        completes: begin the remaining collectives too, unless ranks are lost. If all ranks have an error, each at
+        another unit, they then are at the same place again.
         """
-        self.phase = Phase.IDLE
-        self._implicit_task = self._graph_task = None
-        self._ring.forget()
-        self._turns.abort()
-        if isinstance(error, CollectiveError):
-            # Ranks are lost, so nobody answers.
-            self._turns.reductions.abandon()
-            return
-        self._turns.reductions.finish()
-        self._end_pass()
+        are_lost = isinstance(error, CollectiveError)
+        try:
+            if completes and not are_lost:
+                self._turns.stop_updates()
+                self._turns.end()
+                if self._needs_ring:
+                    self._end_round()
+        except Exception as other:  # such as full memory, again
+            raise CollectiveError(
+                f"{type(error).__name__} in a backward, whose remaining collectives this rank cannot end: {other}. "
+                "Restart all ranks from the last checkpoint"
+            ) from other
+        finally:
+            self.phase = Phase.IDLE
+            self._implicit_task = self._graph_task = None
+            self._ring.forget()
+            self._turns.abort()
+        if not are_lost:
+            self._end_pass()
 
     def await_others(self) -> None:
         """End a step: take part in the rounds that other ranks need before they end theirs. A collective."""

@@ -64,8 +64,8 @@ class UnitPasses(Protocol):
     def end_backward(self) -> None:
         """Wait until all gradients of this backward are reduced."""
 
-    def abort(self, error: BaseException) -> None:
-        """End a backward that `error` has interrupted."""
+    def abort(self, error: BaseException, completes: bool) -> None:
+        """End a backward that `error` has interrupted. completes: begin the remaining collectives, if possible."""
 
     def await_others(self) -> None:
         """Wait until all ranks have reached the end of the step. A collective."""
@@ -352,7 +352,7 @@ class Steps:
         try:
             self._passes.begin_backward(boundary, on_final)
         except BaseException as error:  # as a refusal inside of another engine's join
-            self.abort_backward(error)
+            self.abort_backward(error, has_begun=False)
             raise
 
     def end_backward(self, num_microbatches: int = 1) -> None:
@@ -364,7 +364,7 @@ class Steps:
             raise
         self.accumulated.num_microbatches += num_microbatches
 
-    def abort_backward(self, error: BaseException) -> None:
+    def abort_backward(self, error: BaseException, has_begun: bool = True) -> None:
         """Forget the step of a backward that `error` has interrupted.
 
         If the caller counts the microbatches, the step is not complete without those that are forgotten here.
@@ -379,12 +379,16 @@ class Steps:
         # `forget` below sets both counts to 0, and a second error adds to the microbatches that the first has dropped.
         num_lost = accumulated.num_lost + (accumulated.num_microbatches if accumulated.is_counted_by_caller else 0)
         # Other ranks keep the sums of earlier microbatches, which this rank forgets: a repeated backward does not fit.
-        may_repeat = not (accumulated.num_microbatches and any(gradient.takes_each for gradient in self.gradients))
-        # First, as `abort` waits for reductions in flight: ranks that wait for this rank learn why it does not come.
-        self._mesh.error_broadcast.broadcast(error, may_repeat)
-        self._passes.abort(error)
-        self.forget(error=error)
-        accumulated.num_lost = num_lost
+        is_kept = accumulated.num_microbatches and any(gradient.takes_each for gradient in self.gradients)
+        # If all ranks have an error, some have it before their first collective, but complete the backward as the rest.
+        sums = accumulated.is_complete or any(gradient.reduces_every_backward for gradient in self.gradients)
+        # First: ranks that wait for this rank learn why it does not come.
+        is_announced = self._mesh.error_broadcast.broadcast(error, not (is_kept or (has_begun and sums)))
+        try:
+            self._passes.abort(error, completes=has_begun and is_announced)
+        finally:
+            self.forget(error=error)
+            accumulated.num_lost = num_lost
         for react in self.features.after_abort:
             react()
 

@@ -20,7 +20,7 @@ PLAN = {"tensor_parallel": {"plan": {"blocks.*.up": "column", "blocks.*.down": "
 
 
 class Block(nn.Module):
-    fails = False
+    fails = ""  # where: "forward" or "backward"
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,10 +28,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.down(torch.relu(self.up(x)))
-        if self.fails:
-            self.fails = False
+        place, self.fails = self.fails, ""
+        if place == "forward":
             raise ValueError("mine, in a block")
+        if place == "backward":
+            x.register_hook(fail)
         return x
+
+
+def fail(gradient: Tensor) -> None:
+    raise ValueError("mine, in a backward")
 
 
 def engine_of(transport: str, timeout_seconds: float, **more: Any) -> lowtide.Engine:
@@ -41,13 +47,17 @@ def engine_of(transport: str, timeout_seconds: float, **more: Any) -> lowtide.En
     return lowtide.initialize(models.Chain(*(Block() for _ in range(3))), config)
 
 
-def three_steps(transport: str, failing: tuple[int, ...], axis: str) -> list[str]:
-    """What each step gives; in the second block 1 raises on some ranks, which go on as if it were nothing."""
-    split = TENSOR | PLAN if axis == "tensor" else {"zero_optimization": {"stage": 3}}
+def three_steps(transport: str, failing: tuple[int, ...], axis: str, place: str = "forward") -> list[str]:
+    """What each step gives; in the second a block raises on some ranks, which go on as if it were nothing.
+
+    In the forward it is block 1, in the backward block 2 of rank 0 and block 0 of rank 1.
+    """
+    split = TENSOR | PLAN if axis == "tensor" else {"zero_optimization": {"stage": 3 if axis == "shard" else 2}}
     engine = engine_of(transport, 120, **split)
     told = []
     for step in range(3):
-        engine.module.blocks[1].fails = step == 1 and dist.get_rank() in failing  # type: ignore[index, union-attr]
+        block: Any = engine.module.get_submodule(f"blocks.{1 if place == 'forward' else 2 - 2 * dist.get_rank()}")
+        block.fails = place if step == 1 and dist.get_rank() in failing else ""
         try:
             told.append(f"{engine.train_step(torch.ones(2, 4, 8)).loss:.6f}")
         except (ValueError, lowtide.CollectiveError) as error:
@@ -68,11 +78,20 @@ def test_the_others_are_told_and_no_wait_lasts_until_the_timeout(ranks: RankPool
         assert "waited 120 s" not in text and "Timed out" not in text
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
+@pytest.mark.parametrize(
+    ("transport", "axis", "place"),
+    [
+        ("shared_memory", "tensor", "forward"),
+        ("sockets", "tensor", "forward"),
+        ("shared_memory", "gradients", "backward"),
+        ("sockets", "shard", "backward"),
+        ("native", "shard", "backward"),
+    ],
+)
 @on_ranks(2)
-def test_what_all_ranks_raise_ends_the_step_alone(transport: str) -> None:
-    failed, whole = (three_steps(transport, failing, "tensor") for failing in ((0, 1), ()))
-    assert failed == [whole[0], "mine, in a block", whole[1]]
+def test_what_all_ranks_raise_ends_the_step_alone(transport: str, axis: str, place: str) -> None:
+    failed, whole = (three_steps(transport, failing, axis, place) for failing in ((0, 1), ()))
+    assert failed == [whole[0], f"mine, in a {'block' if place == 'forward' else place}", whole[1]]
 
 
 def _raise_in(
@@ -133,13 +152,9 @@ def test_the_others_hear_of_an_error_in_any_call(ranks: RankPool, call: str, tra
     pytest.fail(f"rank 0 heard of the error of rank 1 after {seconds:.1f} s in the last of three runs, expected 2 s")
 
 
-def fail(gradient: Tensor) -> None:
-    raise ValueError("mine, in a backward")
-
-
 @on_ranks(2)
 def test_the_others_hear_of_an_error_that_drops_what_they_keep() -> None:
-    """Before the first collective of its backward: but earlier microbatches of the step are in sums of all ranks."""
+    """Before the first collective of its backward, which it completes. No rank takes the step."""
     engine = engine_of("sockets", 60, zero_optimization={"stage": 2})
     with engine.no_sync():
         engine.backward(engine(torch.ones(2, 4, 8)))
@@ -150,7 +165,8 @@ def test_the_others_hear_of_an_error_that_drops_what_they_keep() -> None:
         assert refusal(engine.backward, loss) == "mine, in a backward"
         store.wait(["test/dropped"])
     else:
-        text = refusal(engine.backward, loss, kind=lowtide.CollectiveError)
+        engine.backward(loss)
+        text = refusal(engine.step, kind=lowtide.CollectiveError)
         store.set("test/dropped", "")
         assert "rank 1 raised ValueError: mine, in a backward and left this call" in text
 

@@ -283,7 +283,12 @@ class Engine(ModuleFacade):
                     part.training = was_training
             # Forwards above agree by themselves. Only the mean is a call that ranks without data have to repeat.
             with self._steps.join.together(Call.EVALUATION) as num_ranks:
-                return mean_over_ranks(self._mesh, losses, num_ranks)
+                return self._mean(losses, num_ranks)
+
+    def _mean(self, losses: Sequence[Tensor], num_ranks: int) -> Tensor:
+        # A rank whose forward has called blocks in another order may need more gathers.
+        self._runner.passes.await_others()
+        return mean_over_ranks(self._mesh, losses, num_ranks)
 
     def train(self, mode: bool = True) -> Self:
         self.module.train(mode)
@@ -448,7 +453,7 @@ class Engine(ModuleFacade):
         elif call is Call.TAKING_BACK:
             self._steps.roll_back()
         elif call is Call.EVALUATION:
-            mean_over_ranks(self._mesh, [], self._mesh.world.size)
+            self._mean([], self._mesh.world.size)
         elif call is Call.AGREEMENT:
             self._count(False)
         else:
@@ -470,6 +475,7 @@ class Engine(ModuleFacade):
 
     def _count(self, flag: bool) -> int:
         """Return on how many ranks the flag is true. A collective."""
+        self._runner.passes.await_others()  # as in `_mean`
         mine = torch.tensor([flag], dtype=torch.int64, device=self._mesh.world.device)
         return int(self._mesh.sum_small(mine, "engine.agree()"))
 

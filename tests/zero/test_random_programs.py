@@ -253,6 +253,18 @@ def test_a_block_that_is_called_again_at_once_stays() -> None:
     assert found[1:] == [6, 6]
 
 
+@on_ranks(2)
+def test_ranks_evaluate_with_any_calls() -> None:
+    with lowtide.initialize(Model(3), config_of()) as engine, torch.no_grad():
+        for numbers in ((0, 1, 2), (0, 1, 2, 0, 1)), ((2, 0), ()):
+            calls = tuple((("plain", one),) for one in numbers)
+            expected = torch.stack([engine.eval_step({"x": data(0), "calls": one}) for one in calls]).mean()
+            found = engine.eval_step({"x": data(0), "calls": calls[engine.rank]})
+            torch.testing.assert_close(found, expected)
+            engine(data(0), calls[engine.rank])
+            assert engine.agree(engine.rank == 1)
+
+
 @pytest.mark.parametrize("dropping", [(0, ~1, ~0, 2), (~0, 0, 2)])
 @on_ranks(2)
 def test_a_dropped_block_is_not_updated_in_the_backward(dropping: tuple[int, ...]) -> None:

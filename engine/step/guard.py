@@ -50,6 +50,8 @@ class ParameterFingerprints(StepFeature):
         groups = [group for group in _watched(every) if not group.plan.sharding.parameters]
         # If another rank may write to these values, it must wait until they are remembered here.
         self._shares_values = bool(groups) and any(group.axes.copies_are_shared for group in every)
+        is_later = Timing.of(self._parts.config) is Timing.AFTER_NORM  # else the update may have changed them already
+        self._compares_at_end = self._shares_values and is_later
         dtypes = dict.fromkeys(group.plan.dtype for group in groups)
         self._samples = [_Samples([group for group in groups if group.plan.dtype == dtype]) for dtype in dtypes]
         self._values: list[Tensor] | None = None
@@ -85,8 +87,7 @@ class ParameterFingerprints(StepFeature):
         if self._values is None:
             self.after_change()
             return
-        now = [sample.take() for sample in self._samples]
-        differs = [(old != new).any() for old, new in zip(self._values, now, strict=True)]
+        now, differs = self._look(self._values)
         if differs[0].device.type == "cpu":
             if any(map(bool, differs)):
                 raise ValueError(_CHANGED.format(name=self._first_difference(self._values, now), how="through .data"))
@@ -101,11 +102,19 @@ class ParameterFingerprints(StepFeature):
         differs += [] if self._seen is None else [self._seen]
         self._seen = torch.stack(differs).any()
 
+    def _look(self, values: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        now = [sample.take() for sample in self._samples]
+        return now, [(old != new).any() for old, new in zip(values, now, strict=True)]
+
     def before_update(self) -> None:
-        """Record a change that `before_forward` has found on a device since the last call."""
-        self._values = None  # the update changes them, and `after_update` follows it
+        """Record a change that `before_forward` has found on a device since the last call, or a forward has made."""
+        values, self._values = self._values, None  # the update changes them, and `after_update` follows it
         seen, self._seen = self._seen, None
         self._covered, self._looks = self._looks, []
+        # Ranks that share the values change them in each forward, one after the other.
+        if self._compares_at_end and values is not None:
+            now, differs = self._look(values)
+            self._covered, seen = [(values, now)], torch.stack(differs).any()
         if seen is not None:
             self._parts.steps.accumulated.note_inconsistency(self, seen)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import handle_torch_function
@@ -25,6 +26,11 @@ def change_in_place(model: Any) -> None:
 
 def change_through_data(model: Any) -> None:
     model.norm.bias.data.add_(1.0)
+
+
+def change_in_each_forward(model: Any) -> None:
+    # No rank looks at the values before its forward while another rank changes them.
+    model.register_forward_pre_hook(lambda *_: (dist.barrier(), change_through_data(model))[1])
 
 
 def change_in_a_method(self: Any) -> None:
@@ -105,6 +111,7 @@ IN_PLACE = "parameter 'norm.bias' was changed in place"
     ("change", "stage", "config", "text"),
     [
         (change_through_data, 1, BF16, "parameter 'norm.bias' was changed through .data, but"),
+        (change_in_each_forward, 2, {}, "parameter 'norm.bias' was changed through .data, but"),
         (change_in_place, 1, {}, IN_PLACE),
         (change_in_place, 2, {}, IN_PLACE),
         (change_in_place, 3, {"communication": {"transport": "shared_memory"}}, "parameter 'norm.bias' is released"),

@@ -15,7 +15,7 @@ from ...checkpoint.reader import CheckpointReader
 from ...zero.master_weights import REMAINDERS
 from ...zero.optimizer import ShardedOptimizer
 from ...zero.sign_update import is_rank_state
-from .named_state import NamedState
+from .named_state import NamedState, is_extra_state
 from .run_state import ALONE, check_options, in_own_groups
 from .weights import kind_of
 
@@ -93,7 +93,8 @@ def is_new_remainder(name: str, states: CheckpointReader) -> bool:
 def _differences(found: Mapping[str, TensorInfo], expected: Mapping[str, TensorInfo]) -> list[str]:
     """Return the tensors that are missing, extra, of another shape, or of another kind of numbers."""
     faults = [f"'{name}' is not in it" for name in expected if name not in found]
-    faults += [f"{shortened(name)} is not in the model" for name in found if name not in expected]
+    extra = [name for name in found if name not in expected and not is_extra_state(name)]
+    faults += [f"{shortened(name)} is not in the model" for name in extra]
     for name, own in expected.items():
         if name in found and found[name].shape != own.shape:
             faults.append(f"'{name}' has shape {found[name].shape} in it, {own.shape} in the model")

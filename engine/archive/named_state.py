@@ -115,7 +115,7 @@ class NamedState:
         return {
             name: value
             for name, value in state.items()
-            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
+            if isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and not is_extra_state(name)
         }
 
     @property
@@ -212,6 +212,11 @@ class NamedState:
         for one in pending:
             one.wait()
         self.mesh.fence("new parameters")
+
+
+def is_extra_state(name: str) -> bool:
+    """Return True for the key of a module's `get_extra_state`, which may be a tensor of another size at each call."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def chunk_views_of(

@@ -27,7 +27,7 @@ from ...watch.log import logger
 from .adapters import FILE, MergedModel, adapter_files, merged
 from .agreement import all_or_none, display_path, no_rank_alone
 from .full_values import FullValues
-from .named_state import NamedState
+from .named_state import NamedState, is_extra_state
 
 
 def export(
@@ -281,8 +281,8 @@ class Match:
                 for name in present
                 if found[name].shape != info.shape or kind_of(found[name].dtype) != kind_of(info.dtype)
             ]
-        known = {*expected, *aliases}
-        match.extra = [f"{name}: found {_describe(info)}" for name, info in found.items() if name not in known]
+        extra = [name for name in found if not (name in expected or name in aliases or is_extra_state(name))]
+        match.extra = [f"{name}: found {_describe(found[name])}" for name in extra]
         return match
 
     def check(self, world: World, strict: bool, what: str, where: str = "") -> None:

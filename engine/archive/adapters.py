@@ -120,14 +120,14 @@ class MergedModel:
         from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
         self.module: nn.Module = module.get_base_model()
-        self._layers: list[tuple[str, Any]] = []
+        self._layers: dict[str, Any] = {}  # by prefix of names
         uses = Counter(id(param) for part in module.modules() for param in part._parameters.values())
-        kept: dict[str, str] = {}  # prefix of names -> prefix of the names that replace them
+        self._kept: dict[str, str] = {}  # prefix of names -> prefix of the names that replace them
         for name, part in module.named_modules():
             if isinstance(part, ModulesToSaveWrapper):
                 # PEFT trains a copy of such a module. The copy replaces the original under its name.
                 inner = f"modules_to_save.{part.active_adapter}" if part.active_adapters else "original_module"
-                kept[f"{name}."] = f"{name}.{inner}."
+                self._kept[f"{name}."] = f"{name}.{inner}."
             elif isinstance(part, AuxiliaryTrainingWrapper) or (
                 isinstance(part, BaseTunerLayer)
                 # A merge of LNTuning swaps modules, where the files take values of the base layer's parameters.
@@ -145,10 +145,9 @@ class MergedModel:
                         "build the base with tie_word_embeddings=False"
                     )
                 # A layer inside an adapted layer is merged with it, except in the chain of `target_parameters`.
-                if isinstance(part, ParamWrapper) or not any(name.startswith(outer) for outer, _ in self._layers):
-                    self._layers.append((f"{name}.", part))
-                kept[f"{name}."] = f"{name}.base_layer."
-        self._kept = sorted(kept.items(), key=lambda item: -len(item[0]))  # inner modules before outer modules
+                if isinstance(part, ParamWrapper) or not any(outer in self._layers for outer in _modules_of(name)):
+                    self._layers[f"{name}."] = part
+                self._kept[f"{name}."] = f"{name}.base_layer."
         self.names: dict[str, str] = {}
         """Name in the engine's model -> in the merged model; without the parameters of adapters."""
         catalog = state.catalog
@@ -158,16 +157,22 @@ class MergedModel:
                 self.names.setdefault(catalog.aliases.get(name, name), new)
 
     def _name_of(self, name: str) -> str | None:
-        for outer, inner in self._kept:
-            if name.startswith(inner):
-                name = outer + name.removeprefix(inner)
-            elif name.startswith(outer):
+        for outer in _modules_of(name):
+            inner = self._kept.get(outer, outer)
+            if not name.startswith(inner):
                 return None
+            name = outer + name.removeprefix(inner)
         return name.removeprefix(_WRAPPED) if name.startswith(_WRAPPED) else None
 
     def layers_of(self, names: Collection[str]) -> list[Any]:
         """Return the adapted layers that have a parameter with any of these names."""
-        return [layer for prefix, layer in self._layers if any(name.startswith(prefix) for name in names)]
+        modules = {module for name in names for module in _modules_of(name)}
+        return [layer for prefix, layer in self._layers.items() if prefix in modules]
+
+
+def _modules_of(name: str) -> list[str]:
+    """Return the prefixes of the modules that have a tensor: "a.b." and "a." for "a.b.c"."""
+    return [name[: dot + 1] for dot in reversed(range(len(name))) if name[dot] == "."]
 
 
 @contextmanager

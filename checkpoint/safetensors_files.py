@@ -35,6 +35,9 @@ DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
     torch.int8: "I8",
     torch.int16: "I16",
     torch.int32: "I32",
@@ -44,6 +47,7 @@ DTYPE_NAMES = {
     torch.uint32: "U32",
     torch.uint64: "U64",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 _NUMBERED = re.compile(r"-\d{5}-of-\d{5}\.safetensors$")
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -95,9 +96,15 @@ class WandbWriter:
 
     def __init__(self, config: WandbConfig, settings: Mapping[str, Any]) -> None:
         """settings: of the training, for display."""
-        self._run = begin_wandb(config, settings)
+        self._begin = partial(begin_wandb, config, settings)
+        self._run = self._begin()
+        self._last = 0
 
     def write(self, step: int, row: Row) -> None:
+        if step <= self._last:  # a run takes no earlier steps: a new run has them, as after a restart
+            self.close()
+            self._run = self._begin()
+        self._last = step
         self._run.log(dict(row), step=step)
 
     def close(self) -> None:

@@ -325,16 +325,20 @@ def test_wandb_itself_has_one_run_of_several_ranks(ranks: RankPool, tmp_path: Pa
 @pytest.mark.parametrize(
     "version", [{"login.return_value": False}, {"login.side_effect": TypeError, "api.api_key": ""}]
 )
-def test_wandb_keeps_a_run_in_files(monkeypatch: pytest.MonkeyPatch, version: dict[str, Any]) -> None:
-    """Of wandb itself, that it is told everything; its own files are its own."""
+def test_wandb_keeps_runs_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: dict[str, Any]) -> None:
+    """Of wandb itself, that it is told everything; its own files are its own. Steps that come again: a new run."""
     package = mock.Mock(**version)
     monkeypatch.setitem(sys.modules, "wandb", package)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     section = {"enabled": True, "project": "mine", "group": "sweep"}
     with lowtide.initialize(models.mlp(), settings(wandb=section)) as engine:
+        engine.save_checkpoint(tmp_path)
         losses = [engine.train_step(models.vector_batch(step, 2)).loss.item() for step in range(2)]
+        engine.load_checkpoint(tmp_path)
+        losses.append(engine.train_step(models.vector_batch(0, 2)).loss.item())
     given = package.init.call_args.kwargs
     assert [given[key] for key in ("project", "group", "entity", "mode")] == ["mine", "sweep", None, "offline"]
     run = package.init.return_value
     told = [(call.kwargs.get("step", call.args[-1]), call.args[0]["train/loss"]) for call in run.log.call_args_list]
-    assert told == list(enumerate(losses, 1)) and run.finish.call_count == 1
+    assert told == list(zip((1, 2, 1), losses, strict=True))
+    assert run.finish.call_count == package.init.call_count == 2

@@ -7,10 +7,10 @@
     folder/TAG/layer_LL-model_states.pt                    a layer of a pipeline
     folder/TAG/zero/NAME/fp32.pt, exp_avg.pt, ...          universal: a parameter's master weight and states
 
-[Note: flat groups] Below stage 3 a group is the concatenation of its parameters, padded at the end and cut into a
-shard for each rank. At stage 3 each parameter is padded to a multiple of the ranks and cut into equal rows, and a
-rank's flat group has its row of each parameter. If a rank's rows of a group are more than `sub_group_size` elements, it
-has several flat groups for the group, of whole rows each.
+[Note: flat groups] Below stage 3 a group is the concatenation of its parameters (with `parameter_alignment` a gap
+behind each), padded at the end and cut into a shard for each rank. At stage 3 each parameter is padded to a multiple of
+the ranks and cut into equal rows, and a rank's flat group has its row of each parameter. If a rank's rows of a group
+are more than `sub_group_size` elements, it has several flat groups for the group, of whole rows each.
 
 [Note: safe unpickling] The files are pickles. torch's restricted unpickler (`weights_only`) knows tensors and plain
 values. An object of any further class becomes an `_Unknown`, and nothing in a file is called.
@@ -80,11 +80,11 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
     path = _find(folder, tag)
     files = sorted(path.glob("mp_rank_*_model_states.pt"))
     by_rank = _by_number(path.glob("zero_pp_rank_*_model_states.pt"), r"zero_pp_rank_(\d+)_")
-    optimizers = _by_number(path.glob("*zero_pp_rank_*_optim_states.pt"), r"zero_pp_rank_(\d+)_")
     layers = sorted(path.glob("layer_*-model_states.pt"))
-    has_model_ranks = any("mp_rank_00" not in file.name for file in (*by_rank, *optimizers))
-    # A pipeline may have several model files: its weights are in the layer files.
-    if has_model_ranks or (len(files) > 1 and not layers):
+    # Of a pipeline only the weights are read. A stage counts as a rank of the model in the names of all other files.
+    optimizers = [] if layers else _by_number(path.glob("*zero_pp_rank_*_optim_states.pt"), r"zero_pp_rank_(\d+)_")
+    other_ranks = [file for file in (*files, *by_rank, *optimizers) if "mp_rank_00" not in file.name]
+    if any(path.glob("layer_*-model_01-*")) if layers else other_ranks:
         raise CheckpointError(
             f"{path}: expected one rank of model parallelism, found several. Merge them with DeepSpeed first"
         )
@@ -94,13 +94,14 @@ def read_deepspeed(folder: Path, tag: str | None = None) -> DeepSpeedCheckpoint:
             "weights under the names of your model, torch.save them as pytorch_model.bin, and import its folder"
         )
     main = load_pickle(files[0] if files else by_rank[0])
-    module = _of_layers(layers) if layers else main["module"]
+    if layers:
+        main |= {"module": _of_layers(layers), "optimizer": None, "param_shapes": None}
     if (universal := path / "zero" / "optimizer_state.pt").is_file():
         parts = [{"optimizer_state_dict": load_pickle(universal)}]
     else:
         parts = [load_pickle(file) for file in optimizers]
     ranks = [load_pickle(file) for file in by_rank]
-    return _Reader(path, main, module, parts, ranks).read()
+    return _Reader(path, main, parts, ranks).read()
 
 
 @dataclass(frozen=True)
@@ -132,20 +133,18 @@ class DeepSpeedCheckpoint:
 class _Reader:
     """Collects weights and states from the content of the files."""
 
-    def __init__(
-        self, path: Path, main: dict[str, Any], module: Mapping[str, Any], parts: Sequence[Any], ranks: Sequence[Any]
-    ) -> None:
+    def __init__(self, path: Path, main: dict[str, Any], parts: Sequence[Any], ranks: Sequence[Any]) -> None:
         """parts: optimizer files by rank. ranks: model files of stage 3 by rank."""
         self._path = path
         self._main = main
-        self._module = module
+        self._module: Mapping[str, Any] = main["module"]
         self._parts = [part["optimizer_state_dict"] for part in parts]
         self._ranks = ranks
         self._config = main["ds_config"] if isinstance(main.get("ds_config"), Mapping) else {}
         self._buffers = frozenset(main.get("buffer_names") or ())
         shared = main.get("shared_params")
         self._aliases = self._ties() if shared is None else {str(alias): str(name) for alias, name in shared.items()}
-        self._params = [name for name in module if name not in self._buffers and name not in self._aliases]
+        self._params = [name for name in self._module if name not in self._buffers and name not in self._aliases]
         self._weights: dict[str, Tensor] = {}
         self._states: dict[str, dict[str, Tensor]] = {}
         self._steps: list[float] = []
@@ -182,7 +181,13 @@ class _Reader:
         shapes: list[Mapping[str, Any]] = [dict(group) for group in self._main.get("param_shapes") or ()]
         if self._parts and shapes:
             is_universal = (self._path / "zero").is_dir()
-            return self._read_universal(shapes) if is_universal else self._read_parts(shapes), shapes
+            options = self._read_universal(shapes) if is_universal else self._read_parts(shapes)
+            # Of the optimizer's parameters, which are flat groups. A group has several if they are sub-groups.
+            flats_of = [group["params"] for group in options]
+            if sorted(index for indices in flats_of for index in indices) != list(range(len(shapes))):
+                return [], shapes
+            members = [{n: shape for i in indices for n, shape in shapes[i].items()} for indices in flats_of]
+            return [_options(group) for group in options], list(members)
         whole = self._main.get("optimizer")
         return self._read_whole(whole) if isinstance(whole, Mapping) else ([], shapes)
 
@@ -275,18 +280,19 @@ class _Reader:
                 self._states.setdefault(name, {})[key] = value.float()
 
     def _read_parts(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Read master weights and states from the shards of all ranks: see [Note: flat groups]."""
+        """Read master weights and states from the shards of all ranks: see [Note: flat groups]. Returns the options."""
         first = self._parts[0]
         is_stage_3 = "fp32_flat_groups" in first
         masters = [
             part["fp32_flat_groups" if is_stage_3 else "single_partition_of_fp32_groups"] for part in self._parts
         ]
         bases = [part["optimizer_state_dict" if is_stage_3 else "base_optimizer_state"] for part in self._parts]
-        parts_of = self._sub_groups(shapes, masters[0]) if is_stage_3 and masters[0] else shapes
-        if (fewest := min(map(len, masters))) < len(parts_of):
-            raise CheckpointError(f"{self._path}: expected {len(parts_of)} flat groups on each rank, found {fewest}")
-        for index, group in enumerate(parts_of):
-            self._join([master[index] for master in masters], group, self._weights, is_stage_3)
+        all_gaps = first.get("param_alignment_paddings")
+        if (fewest := min(map(len, masters))) < len(shapes):
+            raise CheckpointError(f"{self._path}: expected {len(shapes)} flat groups on each rank, found {fewest}")
+        for index, group in enumerate(shapes):
+            members = list(zip(group, group.values(), all_gaps[index] if all_gaps else [0] * len(group), strict=True))
+            self._join([master[index] for master in masters], members, self._weights, is_stage_3)
             states = [base["state"].get(index, {}) if isinstance(base, Mapping) else base[index] for base in bases]
             for key, value in states[0].items():
                 if key == _STEP:
@@ -294,14 +300,13 @@ class _Reader:
                 # A state of the shard's size belongs to its elements. A scalar belongs to no parameter.
                 elif isinstance(value, Tensor) and value.numel() == masters[0][index].numel():
                     whole: dict[str, Tensor] = {}
-                    self._join([state[key] for state in states], group, whole, is_stage_3)
+                    self._join([state[key] for state in states], members, whole, is_stage_3)
                     for name, values in whole.items():
                         self._states.setdefault(name, {})[key] = values
-        options = bases[0].get("param_groups", ()) if isinstance(bases[0], Mapping) else ()
-        return [_options(group) for group in options] if len(options) == len(shapes) else []
+        return bases[0]["param_groups"] if isinstance(bases[0], Mapping) else []
 
     def _read_universal(self, shapes: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Read master weights and states of a universal checkpoint: a file for each."""
+        """Read master weights and states of a universal checkpoint: a file for each. Returns the options."""
         for name, shape in (item for group in shapes for item in group.items()):
             for file in (self._path / "zero" / name).glob("*.pt"):
                 found = load_pickle(file, (dict, Tensor))
@@ -312,30 +317,15 @@ class _Reader:
                     self._weights[name] = whole.float()
                 else:
                     self._add_states(name, {file.stem: whole}, tuple(shape))
-        options = self._parts[0].get("param_groups", ())
-        return [_options(group) for group in options] if len(options) == len(shapes) else []
+        return self._parts[0].get("param_groups", [])
 
-    def _sub_groups(self, shapes: Sequence[Mapping[str, Any]], flats: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """Return the shapes of the parameters in each flat group of a rank: see [Note: flat groups]."""
-        found: list[dict[str, Any]] = []
-        for group in shapes:
-            left = 0
-            for name, shape in group.items():
-                if left <= 0 and len(found) < len(flats):
-                    left = flats[len(found)].numel()
-                    found.append({})
-                found[-1][name] = shape
-                left -= _row(shape, len(self._parts))
-        return found
-
-    def _join(
-        self, parts: Sequence[Tensor], group: Mapping[str, Any], out: dict[str, Tensor], is_stage_3: bool
-    ) -> None:
+    def _join(self, parts: Sequence[Tensor], members: Sequence[Any], out: dict[str, Tensor], is_stage_3: bool) -> None:
+        """Add each of the members, (name, shape, elements behind it), of a flat group to `out`. parts: by rank."""
         flats = [part.reshape(-1).float() for part in parts]
         if not is_stage_3:
             flats = [torch.cat(flats)]  # of whole parameters
         offset = 0
-        for name, shape in group.items():
+        for name, shape, gap in members:
             row = _row(shape, len(flats))
             if offset + row > flats[0].numel():
                 each = " on each rank" if is_stage_3 else ""
@@ -345,7 +335,7 @@ class _Reader:
             whole = torch.cat([flat[offset : offset + row] for flat in flats])
             # Copied, or each parameter would keep its padding in memory.
             out[name] = whole[: math.prod(shape)].view(tuple(shape)).clone()
-            offset += row
+            offset += row + gap
 
     def _read_frozen(self) -> None:
         """Read frozen parameters (without master weights): whole, or at stage 3 a row on each rank."""

@@ -66,17 +66,22 @@ def test_stages_have_the_same_values() -> None:
 
 
 def test_sub_groups_of_stage_3_are_read_as_a_whole_group(tmp_path: Path) -> None:
-    """A group of more elements than `sub_group_size` is several flat tensors, each with its states."""
+    """A group of more elements than `sub_group_size` is several flat tensors, each with its shapes and states."""
     sizes = [128 // 2 + 16 // 2, 256 // 2 + 16 // 2, 514 - 72 - 136]
     shutil.copytree(DATA / "stage3", tmp_path / "saved")
     for path in (tmp_path / "saved").rglob("*optim_states.pt"):
         content = load_pickle(path)["optimizer_state_dict"]
         base, (flat,) = content["optimizer_state_dict"], content["fp32_flat_groups"]
+        base["param_groups"][0]["params"] = [0, 1, 2]
         step, *moments = base["state"].pop(0).values()
         for index, parts in enumerate(zip(*(moment.split(sizes) for moment in moments), strict=True)):
             base["state"][index] = {"step": step, **dict(zip(("exp_avg", "exp_avg_sq"), parts, strict=True))}
         part = {"fp32_flat_groups": list(flat.split(sizes)), "optimizer_state_dict": base}
         torch.save({"optimizer_state_dict": part}, path)
+    for path in (tmp_path / "saved").rglob("*model_states.pt"):
+        content = load_pickle(path)
+        shapes = list(content["param_shapes"][0].items())
+        torch.save({**content, "param_shapes": list(map(dict, (shapes[:2], shapes[2:4], shapes[4:])))}, path)
     found, expected = read_deepspeed(tmp_path / "saved"), read_deepspeed(DATA / "stage3")
     assert found.num_updates == expected.num_updates and found.groups == expected.groups
     assert found.group_names == expected.group_names
@@ -161,7 +166,8 @@ def test_a_universal_checkpoint_has_masters_and_states_in_files(tmp_path: Path, 
             padded = torch.cat([value.reshape(-1), torch.ones(1)])
             torch.save(padded if name == "stage3" else {"param": value}, saved / "zero" / parameter / f"{state}.pt")
         torch.save(torch.tensor(12.0), saved / "zero" / parameter / "step.pt")
-    torch.save({**part, "param_groups": expected.groups}, saved / "zero" / "optimizer_state.pt")
+    groups = [{**expected.groups[0], "params": [0]}]
+    torch.save({**part, "param_groups": groups}, saved / "zero" / "optimizer_state.pt")
     found = read_deepspeed(saved)
     assert found.groups == expected.groups and (found.num_updates, found.tag) == (12, "saved")
     assert differences(found.weights, expected.weights) == [] and found.states.keys() == expected.states.keys()
@@ -206,9 +212,35 @@ def test_layers_of_a_pipeline_are_taken_over(imported: dict[str, Path]) -> None:
         assert found.keys() == saved.keys() and all(torch.equal(found[name], value) for name, value in saved.items())
 
 
-def test_a_checkpoint_without_states_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["import", str(DATA / "pipeline"), str(tmp_path / "ours")]) == 0
+def test_of_a_pipeline_only_weights_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In half precision and with ZeRO each stage has files as of a rank of model parallelism."""
+    folder = shutil.copytree(DATA / "pipeline", tmp_path / "saved") / "global_step5"
+    for name in ("mp_rank_01_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"):
+        (folder / name).touch()
+    main_file = folder / "mp_rank_00_model_states.pt"
+    torch.save({**load_pickle(main_file), "optimizer": {"clip_grad": 0.0}, "param_shapes": [{}]}, main_file)
+    assert main(["import", str(tmp_path / "saved"), str(tmp_path / "ours")]) == 0
     assert "no optimizer states: load only the weights" in capsys.readouterr().out
+    assert differences(read_deepspeed(folder).weights, read_deepspeed(DATA / "pipeline").weights) == []
+    (folder / "layer_00-model_01-model_states.pt").touch()
+    assert "expected one rank of model parallelism" in refusal(read_deepspeed, folder, kind=CheckpointError)
+
+
+def test_gaps_between_aligned_parameters_are_left_out(tmp_path: Path) -> None:
+    """Of `zero_optimization.parameter_alignment`: here 8 elements behind the first parameter, of 128."""
+    shutil.copytree(DATA / "stage2_bf16", tmp_path / "saved")
+    for path in (tmp_path / "saved").rglob("*rank_0_mp_rank_00_optim_states.pt"):
+        content = load_pickle(path)
+        part = content["optimizer_state_dict"]
+        state = part["base_optimizer_state"]["state"][0]
+        part["param_alignment_paddings"] = [[8, *[0] * 9]]
+        for of, key in ((part[MASTERS], 0), (state, "exp_avg"), (state, "exp_avg_sq")):
+            of[key] = torch.cat([of[key][:128], torch.full((8,), 7.0), of[key][128:]])
+        torch.save(content, path)
+    found, expected = (read_deepspeed(folder, "global_step12") for folder in (tmp_path / "saved", DATA / "stage2_bf16"))
+    assert differences(found.weights, expected.weights) == []
+    for name, states in expected.states.items():
+        assert differences(found.states[name], states) == []
 
 
 @on_ranks(1)

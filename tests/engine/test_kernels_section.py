@@ -17,7 +17,7 @@ from lowtide.kernels.dispatch import Backend
 from lowtide.kernels.fusions import FUSIONS
 from tests.engine.test_hugging_face import MODELS, batch_of, config_of
 from tests.kit.models import Chain
-from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.ranks import RankPool
 from tests.kit.training import refusal
 
 
@@ -135,7 +135,6 @@ def over_a_pipeline() -> tuple[Trained, Trained]:
     return fused_and_not("llama", config | {"train_micro_batch_size_per_gpu": 1})
 
 
-@on_ranks(2)
 def test_stages_0_and_3_train_as_without() -> None:
     at_0, at_3 = config_of(0, "auto"), config_of(3, "auto")
     units = at_3 | {"zero_optimization": {"stage": 3, "units": ["model.layers.?", "lm_head", "model.norm"]}}

@@ -117,7 +117,6 @@ def live_elements(case: Case) -> tuple[int, int, list[float]]:
         return total, max(seen), losses
 
 
-@on_ranks(2)
 def test_a_model_several_times_its_budget_trains(tmp_path: Path) -> None:
     units = ["blocks.?", "embedding", "head"]
     case = placed(Case(tiny_gpt, token_batch, stage=3), units=units, offload_param=in_files(tmp_path))

@@ -12,7 +12,7 @@ import lowtide
 from tests.engine.saving import load_and_go_on, save_and_go_on
 from tests.engine.test_optimizer_offload import offloaded
 from tests.kit.models import mlp_float64, short_gpt, token_batch
-from tests.kit.ranks import RankPool, on_ranks
+from tests.kit.ranks import RankPool
 from tests.kit.training import ADAMW, Case, differences, refusal, settings
 
 
@@ -99,7 +99,6 @@ def buffers_after_training(engine: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@on_ranks(2)
 def test_running_statistics_and_buffers_of_all_types_keep_them(precision: str) -> None:
     first, *others = at_stages(precision, Normalized, buffers_after_training)
     for name, dtype in BUFFERS.items():
@@ -135,7 +134,6 @@ def losses(engine: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@on_ranks(2)
 def test_blocks_get_their_inputs_in_the_type_of_their_parameters(precision: str) -> None:
     found = at_stages(precision, Positioned, losses)
     with pytest.MonkeyPatch.context() as patch:

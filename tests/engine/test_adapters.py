@@ -229,41 +229,29 @@ def export_all(builds: Sequence[Any], stage: int, folder: str, config: dict[str,
     return outputs
 
 
-def check_exports(ranks: RankPool, builds: Sequence[Any], stage: int, folder: Path) -> None:
-    outputs = ranks(2, export_all, builds, stage, str(folder), SOCKETS, adapters_only=True)[0]
-    for number, expected in enumerate(outputs):
-        torch.manual_seed(0)
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            model = peft.PeftModel.from_pretrained(base(), folder / str(number)).eval()
-            torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected, msg=str(builds[number]))
+def tied() -> Any:
+    return small("LlamaForCausalLM", tie_word_embeddings=True)
+
+
+def with_tied_modules() -> Any:
+    """Their parameter is in the file under the names of both."""
+    options = {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
+    return lora(tied(), target_modules=["q_proj"], **options)
 
 
 def test_peft_loads_what_is_exported(ranks: RankPool, tmp_path: Path) -> None:
-    check_exports(ranks, [lora, with_head, with_dora, with_two], 3, tmp_path)
+    bases = {lora: base, with_head: base, with_dora: base, with_two: base, with_tied_modules: tied}
+    outputs = ranks(2, export_all, list(bases), 3, str(tmp_path), SOCKETS, adapters_only=True)[0]
+    for number, ((build, bare), expected) in enumerate(zip(bases.items(), outputs, strict=True)):
+        torch.manual_seed(0)
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+            model = peft.PeftModel.from_pretrained(bare(), tmp_path / str(number)).eval()
+            torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected, msg=str(build))
     assert (tmp_path / "3" / "other" / "adapter_model.safetensors").exists()
     assert {path.name for path in (tmp_path / "0").iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     total_bytes = sum(file.stat().st_size for file in (tmp_path / "0").iterdir())
     assert total_bytes < 4 * 1.5 * sum(p.numel() for p in lora().parameters() if p.requires_grad)
-
-
-def test_peft_loads_tied_modules_that_are_trained(tmp_path: Path) -> None:
-    """Their parameter is in the file under the names of both."""
-
-    def tied() -> Any:
-        return small("LlamaForCausalLM", tie_word_embeddings=True)
-
-    config = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}
-    with engine_of(lambda: lora(tied(), **config), 0) as engine:
-        run(engine, 0, 1)
-        engine.export(tmp_path, adapters_only=True)
-        with torch.no_grad():
-            expected = engine.eval()(input_ids=tokens(5)).logits
-    torch.manual_seed(0)
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        model = peft.PeftModel.from_pretrained(tied(), tmp_path).eval()
-        torch.testing.assert_close(model(input_ids=tokens(5)).logits, expected)
 
 
 def with_shared_matrices() -> Any:
@@ -271,8 +259,7 @@ def with_shared_matrices() -> Any:
 
 
 def with_copied_embeddings() -> Any:
-    model = small("LlamaForCausalLM", tie_word_embeddings=True)
-    return lora(model, target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    return lora(tied(), target_modules=["q_proj"], modules_to_save=["embed_tokens"])
 
 
 def test_a_merged_model_is_an_ordinary_one(ranks: RankPool, tmp_path: Path) -> None:
@@ -320,7 +307,7 @@ def with_prompt() -> Any:
 
 
 def with_tied_head() -> Any:
-    return lora(small("LlamaForCausalLM", tie_word_embeddings=True), target_modules=["embed_tokens"])
+    return lora(tied(), target_modules=["embed_tokens"])
 
 
 NO_PIECES = "expected no shard_bytes, found '1MB', since PEFT reads"

@@ -168,25 +168,21 @@ def stages(kind: str, makes: tuple[Make, Make], clip: float) -> list[Row]:
     ]
 
 
-def test_what_is_in_no_group_counts_in_the_norm_and_stays(ranks: RankPool, tmp_path: Path) -> None:
-    """As for torch's `clip_grad_norm_(model.parameters())` before the step of such an optimizer."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_train_as_by_torch(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """What is in no group counts in the norm, as for torch's `clip_grad_norm_(model.parameters())`, and stays."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    elsewhere = [at(3, offload_optimizer=nvme), at(3, offload_param=nvme), at(2, update_in_backward=True)]
-    check(ranks, [*stages("some", (adamw, rmsprop), 0.05), *(Row("some", case) for case in elsewhere)], 2)
-
-
-def test_frozen_members_are_unfrozen_later(ranks: RankPool) -> None:
-    check(ranks, [*stages("frozen", (rmsprop, adamw), 0.05), Row("frozen", at(3))], 2)
-
-
-def test_groups_that_come_later(ranks: RankPool, tmp_path: Path) -> None:
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    elsewhere = [
-        at(3, offload_optimizer={**nvme, "overlap": "speculative"}),
-        at(3, offload_param=nvme),
-        at(3, update_in_backward=True),
-    ]
-    check(ranks, [*stages("late", (adamw, rmsprop), 0.05), *(Row("late", case) for case in elsewhere)], 2)
+    speculative, makes = {**nvme, "overlap": "speculative"}, (rmsprop, adamw) if kind == "frozen" else (adamw, rmsprop)
+    elsewhere = {
+        "some": [at(3, offload_optimizer=nvme), at(3, offload_param=nvme), at(2, update_in_backward=True)],
+        "frozen": [at(3)],
+        "late": [
+            at(3, offload_optimizer=speculative),
+            at(3, offload_param=nvme),
+            at(3, update_in_backward=True),
+        ],
+    }
+    check(ranks, [*stages(kind, makes, 0.05), *(Row(kind, case) for case in elsewhere[kind])], 2)
 
 
 def test_groups_that_come_later_over_several_axes(ranks: RankPool) -> None:

@@ -43,12 +43,16 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", [*SCHEDULERS, "config"])
 def test_a_scheduler_goes_on(tmp_path: Path, name: str) -> None:
+    """With a new learning rate as if the run had begun with it."""
     options = {"lr_scheduler": SCHEDULERS[name]} if name in SCHEDULERS else {}
     case = CASE if options else CASE.at(1, config=WARMUP)
-    trip = Trip(case, case.at(3), options, steps_before=3)
-    before, after = save_trips([trip], tmp_path, 1)[0], load_trips([trip], tmp_path, 1)[0]
+    doubled = case.at(1, config={"optimizer": {**ADAMW, "params": {**ADAMW["params"], "lr": 2e-2}}})
+    trips = [Trip(case, loaded, options, steps_before=3) for loaded in (case.at(3), doubled)]
+    (before, _), (after, moved) = save_trips(trips, tmp_path, 1), load_trips(trips, tmp_path, 1)
     assert after.differences(before) == []
     assert len(set(before.lrs)) > 1
+    with engine_for(doubled, 1, **options) as engine:
+        assert moved.lrs == pytest.approx(run_steps(engine, doubled, 0, 3 + len(moved.lrs)).lrs[3:])
 
 
 def test_options_that_were_changed_by_hand_come_back(tmp_path: Path) -> None:
@@ -86,17 +90,6 @@ def test_an_option_that_the_config_now_says_otherwise_is_the_configs(
         "optimizer.params.betas: [0.8, 0.95] as the config says now, not [0.9, 0.95] as saved",
         "optimizer.params.lr: 0.02 as the config says now, not 0.01 as saved",
     ]
-
-
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_goes_on_as_if_the_run_had_begun_with_the_new_learning_rate(tmp_path: Path, name: str) -> None:
-    options = {"lr_scheduler": SCHEDULERS[name]}
-    doubled = CASE.at(1, config={"optimizer": {**ADAMW, "params": {**ADAMW["params"], "lr": 2e-2}}})
-    trip = Trip(CASE.at(1), doubled, options, steps_before=3)
-    save_trips([trip], tmp_path, 1)
-    found = load_trips([trip], tmp_path, 1)[0].lrs
-    with engine_for(doubled, 1, **options) as engine:
-        assert found == pytest.approx(run_steps(engine, doubled, 0, 3 + len(found)).lrs[3:])
 
 
 def test_a_scheduler_goes_on_if_the_saved_learning_rate_was_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

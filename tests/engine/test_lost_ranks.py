@@ -65,40 +65,35 @@ def train_until_rank_1_is_lost(stage: int, transport: str, how: str) -> tuple[st
     return how, 0.0
 
 
-@pytest.mark.parametrize(("transport", "stage"), [("shared_memory", 3), ("sockets", 2)])
-def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(ranks: RankPool, transport: str, stage: int) -> None:
-    text, seconds = ranks.fails(2, train_until_rank_1_is_lost, stage, transport, "late")[0]
-    assert text.startswith("CollectiveError: rank 0 in ") and "rank 1" in text
-    assert "communication.timeout_seconds" in text
-    assert TIMEOUT_SECONDS - 0.1 <= seconds < 45  # while rank 1 would still not come
-
-
-@pytest.mark.parametrize("transport", ["shared_memory", "sockets"])
-def test_a_rank_that_died_is_an_error_at_once(ranks: RankPool, transport: str) -> None:
-    (text, seconds), dead = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, "dies")
-    assert isinstance(dead, RankError) and dead.kind == "Died"
-    assert text.startswith("CollectiveError: rank 0 in ") and "rank 1" in text and "died" in text
-    assert seconds < 45  # of 60
-
-
 LEFT = "rank 1 has left: it closed its engine, or its script came to an end. All ranks must"
 GONE = "A rank died, has left, or the ranks make different calls of the engine. "
+ENDS = "end all ranks at the smallest number of batches."
+LATE, DIED = ("rank 1", "communication.timeout_seconds"), ("rank 1", "died")
 
 
 @pytest.mark.parametrize(
-    ("transport", "how", "told"),
+    ("how", "transport", "stage", "told"),
     [
-        ("shared_memory", "closes", LEFT),
-        ("shared_memory", "fails", "rank 1 left after an error. See the output of that rank."),
-        ("sockets", "closes", GONE),
-        ("native", "closes", GONE),
+        ("late", "shared_memory", 3, LATE),
+        ("late", "sockets", 2, LATE),
+        ("dies", "shared_memory", 3, DIED),
+        ("dies", "sockets", 3, DIED),
+        ("closes", "shared_memory", 3, (LEFT, ENDS)),
+        ("closes", "sockets", 3, (GONE, ENDS)),
+        ("closes", "native", 3, (GONE, ENDS)),
+        ("fails", "shared_memory", 3, ("rank 1 left after an error. See the output of that rank.",)),
     ],
 )
-def test_a_rank_that_left_is_an_error_at_once(ranks: RankPool, transport: str, how: str, told: str) -> None:
-    text, seconds = ranks.fails(2, train_until_rank_1_is_lost, 3, transport, how, process_group=False)[0]
-    assert text.startswith("CollectiveError: rank 0 in ") and told in text
-    assert ("end all ranks at the smallest number of batches." in text) == (how == "closes")
-    assert "GLHF" not in text and seconds < 45
+def test_a_rank_that_is_lost_is_an_error_soon(
+    ranks: RankPool, how: str, transport: str, stage: int, told: tuple[str, ...]
+) -> None:
+    """After the timeout where it still does not come, else at once, and not after that of the config."""
+    has_group = how in ("late", "dies")
+    (text, seconds), lost = ranks.fails(2, train_until_rank_1_is_lost, stage, transport, how, process_group=has_group)
+    assert text.startswith("CollectiveError: rank 0 in ") and all(words in text for words in told), text
+    assert how != "fails" or ENDS not in text
+    assert (TIMEOUT_SECONDS - 0.1 if how == "late" else 0) <= seconds < 45 and "GLHF" not in text
+    assert how != "dies" or (isinstance(lost, RankError) and lost.kind == "Died")
 
 
 SCRIPT = """

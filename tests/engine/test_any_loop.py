@@ -453,10 +453,10 @@ def test_every_loop_trains_as_in_plain_torch(ranks: RankPool, transport: str, tm
         torch.testing.assert_close(states, run_plainly(loop, world_size), rtol=1e-5, atol=1e-6, msg=what)
 
 
-def engine_for(stage: int = 0, bf16: bool = False, accumulation: int = 1, **zero: Any) -> lowtide.Engine:
+def engine_for(stage: int = 0, accumulation: int = 1, **zero: Any) -> lowtide.Engine:
     torch.manual_seed(0)
-    config = {"optimizer": OPTIMIZER, "bf16": {"enabled": bf16}, "zero_optimization": {"stage": stage, **zero}}
-    return lowtide.initialize(net(), {**config, "gradient_accumulation_steps": accumulation})
+    config = {"optimizer": OPTIMIZER, "gradient_accumulation_steps": accumulation}
+    return lowtide.initialize(net(), {**config, "zero_optimization": {"stage": stage, **zero}})
 
 
 def loss_of(engine: lowtide.Engine, step: int = 0) -> Tensor:

@@ -28,7 +28,7 @@ from tests.kit.training import Case, differences, refusal
 
 ASYNC = {"checkpoint": {"async": True}}
 GPT = Case(short_gpt, token_batch, 3, config=ASYNC)
-SLOW_SECONDS = 1.0
+SLOW_SECONDS = 0.4
 
 
 MLP = Case(mlp, vector_batch, config=ASYNC)

@@ -212,7 +212,7 @@ def one_after_the_other(late_rank: int) -> list[float]:
     leave, losses = dist.destroy_process_group, []
 
     def leave_late() -> None:
-        time.sleep(0.3 * (dist.get_rank() == late_rank))
+        time.sleep(0.1 * (dist.get_rank() == late_rank))
         leave()
 
     with mock.patch("torch.distributed.destroy_process_group", leave_late):

@@ -240,13 +240,16 @@ def _hugging_face(text: str) -> Callable[[], nn.Module]:
     if not path.is_file():
         raise ValueError(f"--hf: expected a folder with config.json, or that file, found nothing at {text}")
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        import transformers
     except ImportError as error:
         raise ValueError(f"--hf needs transformers: pip install transformers ({error})") from error
-    config = AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(path)
     # A cache of keys would count as activations, and a training has none.
     config.use_cache = False
-    made: Callable[..., nn.Module] = AutoModelForCausalLM.from_config
+    # By its name, as a causal model would be the decoder of T5 or BART alone.
+    model_class = getattr(transformers, (config.architectures or [""])[0], None)
+    auto = transformers.AutoModelForCausalLM.from_config
+    made: Callable[..., nn.Module] = auto if model_class is None else model_class._from_config
     return partial(made, config)
 
 

@@ -161,17 +161,15 @@ class Space:
             yield self.held.get("schedule", "1f1b"), self.held.get("chunks")
             return
         for name in self._values("schedule", [name for name in KINDS if name not in _WORSE]):
-            kind = KINDS.get(name)
-            every = _CHUNKS if kind is not None and kind.max_chunks is None and kind.min_chunks > 1 else (None,)
+            kind = find_kind(name)
+            every = _CHUNKS if kind.max_chunks is None and kind.min_chunks > 1 else (None,)
             for chunks in self._values("chunks", every):
-                least = chunks or (kind.min_chunks if kind is not None else 1)
-                if pipeline * least <= self.max_stages:
+                if pipeline * (chunks or kind.min_chunks) <= self.max_stages:
                     yield name, chunks
 
     def _batches(self, pipeline: int, data: int, schedule: str) -> Iterator[tuple[int, int]]:
         """Yield (rows of a microbatch, microbatches)."""
-        kind = KINDS.get(schedule)
-        least = kind.microbatches_per_rank * pipeline if kind is not None and pipeline > 1 else 1
+        least = find_kind(schedule).microbatches_per_rank * pipeline if pipeline > 1 else 1
         if self.batch is None:
             wanted = [least * factor for factor in (1, 2, 4)] if least > 1 else [pipeline, 2 * pipeline, 4 * pipeline]
             for accumulation in self._values("accumulation", wanted if pipeline > 1 else [1]):

@@ -106,7 +106,7 @@ class MetaRun:
         # Its text is for the user as it is.
         except SequenceError:
             raise
-        except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
             degrees = "".join(f", with parallel.{name} {size}," for name, size in self._splits.sizes)
             raise ValueError(
                 f"plan: the model{degrees} does not run on the meta device, because its tensors have no values "

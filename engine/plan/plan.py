@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...pipe.schedules.registry import is_path
 from ..blueprint.blueprint import Blueprint
 from ..config.batch import BATCH_KEYS, ElasticityConfig, elastic_batch
 from ..config.config import Config
@@ -191,6 +192,11 @@ def plan_with(
     """Plan as `plan_on` does. make_profiler: a blueprint -> a function that profiles microbatches."""
     if config.elasticity.enabled:
         config = _with_elastic_batch(config, machine.num_devices)
+    if is_path(config.pipeline.schedule):
+        raise ValueError(
+            f"pipeline.schedule: expected the name of a schedule, found the file {config.pipeline.schedule}, whose "
+            "microbatches a plan cannot vary; name the schedule that is most like it"
+        )
     base = config.as_dict()
     planner = Planner(model, without_defaults(base), machine, make_profiler, batch)
     held = {name: value_at(base, key) for name, key in KEYS.items() if key not in config.planned_keys}

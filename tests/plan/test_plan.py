@@ -170,6 +170,11 @@ UNPLANNED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [  # said, config,
         {},
     ),
     (
+        "pipeline.schedule: expected the name of a schedule, found the file my.txt",
+        {"parallel": {"pipeline": 2}, "pipeline": {"schedule": "my.txt", "microbatches": 2}},
+        {},
+    ),
+    (
         "parallel.expert: expected a model with experts to split over 2 ranks, found none",
         {"parallel": {"expert": 2}},
         {},
@@ -305,6 +310,12 @@ def test_a_model_of_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: P
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
     assert main(["zero3", "--hf", str(tmp_path), "--gpus", "2", "--global-batch", "8"]) == 0
     assert "8 samples and 256 tokens a step" in capsys.readouterr().out
+    arguments = ["zero3", "--hf", str(tmp_path), "--gpus", "2", "--global-batch", "8", "--sequence", "32"]
+    t5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "num_layers": 1, "d_model": 64}
+    (tmp_path / "config.json").write_text(json.dumps(t5))
+    assert main(arguments) == 1 and "no attribute 'decoder_start_token_id'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**t5, "decoder_start_token_id": 0}))
+    assert main(arguments) == 0
 
 
 UNSHOWN = [  # said, arguments of `lowtide plan auto`

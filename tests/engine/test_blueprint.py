@@ -247,6 +247,11 @@ def cases_of(size: int, folder: Path) -> dict[str, dict[str, Any]]:
     return {name: json.loads(json.dumps(config).replace("offloaded", str(folder))) for name, config in found.items()}
 
 
+def in_few_bits(**more: Any) -> dict[str, Any]:
+    """The section, for four ranks that stand for two hosts."""
+    return {"transport": "sockets", "gradient_bits": 4, "ranks_of_host": 2, **more}
+
+
 def others_of_four_ranks() -> dict[str, dict[str, Any]]:
     """Weights in few bits, of ranks that stand for two hosts; experts."""
     expert: dict[str, Any] = {"parallel": {"expert": 2}}
@@ -254,13 +259,7 @@ def others_of_four_ranks() -> dict[str, dict[str, Any]]:
         "quantized hpZ": config_of(
             3,
             zero={"zero_hpz_partition_size": 2},
-            communication={
-                "transport": "sockets",
-                "gradient_bits": 4,
-                "ranks_of_host": 2,
-                "weight_bits": 4,
-                "frozen_weight_bits": 8,
-            },
+            communication=in_few_bits(weight_bits=4, frozen_weight_bits=8),
             **BF16,
         ),
         "experts 3": config_of(3, 2, "shared_memory", **expert),

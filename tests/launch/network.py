@@ -211,15 +211,10 @@ class VirtualHost:
         self._commands.append(subprocess.Popen(command, text=True, env=variables, **how))
         return self._commands[-1]
 
-    def run(self, *command: str, timeout: float = 20) -> str:
+    def run(self, *command: str) -> str:
         """What a command on this host prints; raises RuntimeError if it fails."""
         process = self.popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            main_process(process).kill()
-            process.communicate()
-            raise
+        out, err = process.communicate(timeout=START_SECONDS)
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} on {self.name} ended with {process.returncode}: {err}{out}")
         return out

@@ -21,7 +21,7 @@ def status_of(arguments: list[str]) -> int:
     return status
 
 
-@pytest.mark.parametrize(("ranks", "blocks"), [(16384, 1), (512, 8)])  # whose counters are more words among more ranks
+@pytest.mark.parametrize(("ranks", "blocks"), [(16384, 1), (512, 3)])  # whose counters are more words among more ranks
 def test_many_ranks_are_as_much_work_as_8(ranks: int, blocks: int, tmp_path: Path) -> None:
     record = tmp_path / "scale.json"
     arguments = ["--ranks", "8", str(ranks), "--rounds", "1", "--blocks", str(blocks)]

@@ -41,9 +41,15 @@ def test_help_has_an_example(name: str) -> None:
     assert "Example" in said.split('"""')[1] and f"python benchmarks/{name}.py" in said.split('"""')[1]
 
 
+# What each of a script's ranks would import by itself.
+IMPORTED = {"checkpoint": "torch.distributed.fsdp", "parallel": "transformers.models.llama.modeling_llama"}
+
+
 def status_of(name: str, arguments: list[str]) -> object:
     """Run a script as Python would, but for its jobs of memory, which are forks too."""
     warnings.resetwarnings()
+    for module in ("lowtide.engine.build", *filter(None, [IMPORTED.get(name)])):
+        importlib.import_module(module)
     sys.path.insert(0, str(FOLDER))
     sys.argv = [f"{name}.py", *arguments]
     with mock.patch.object(importlib.import_module("_harness"), "can_fork", lambda *_: True):

@@ -1,10 +1,12 @@
-"""The largest models: who is tried, timed and compared with what, with jobs that are made up."""
+"""The largest models: the search, jobs that are made up, and what a rank of a try does by itself."""
 
+import dataclasses
 import io
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from tests.benchmarks import Helper
@@ -108,3 +110,75 @@ def test_the_longest_sequence_is_searched_for_each_contender(
     assert layers_of(search) == [1024, 10240] and search.ratio(search.rows[1]) == 10.0
     assert "lowtide stage 3  2,048 tokens, 4.2 M parameters: over 200 MiB, does not fit" in said.getvalue()
     assert largest.parse_arguments(given[:-3]).contenders[0].name == "lowtide-3"
+
+
+# -- the search ------------------------------------------------------------------------------------------------------
+
+
+def search(
+    helper: Helper, truth: int, start: int = 2, most: int = 1024, resolution: float = 0.05
+) -> tuple[int, list[int]]:
+    """What is found where models of so many layers fit, and what was tried."""
+    tried: list[int] = []
+
+    def fits(layers: int) -> bool:
+        tried.append(layers)
+        return layers <= truth
+
+    return helper("largest").most_layers(fits, start, most, resolution), tried
+
+
+@pytest.mark.parametrize("resolution", [0.01, 0.05, 0.5])
+@pytest.mark.parametrize("start", [1, 2, 7, 100])
+def test_what_is_found_fits_and_is_within_the_resolution(helper: Helper, start: int, resolution: float) -> None:
+    for truth in [*range(24), 99, 100, 101, 250, 999]:
+        found, tried = search(helper, truth, start, resolution=resolution)
+        assert found == truth or 0 < truth - found < resolution * found
+        assert len(set(tried)) == len(tried) <= 20 and 0 not in tried
+
+
+# -- a rank ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "layers", "has_positions"), [("tiny", 1, True), ("tiny", 5, False), ("10M", 2, True)])
+def test_parameters_are_counted_without_a_model(helper: Helper, size: str, layers: int, has_positions: bool) -> None:
+    model = helper("_model")
+    shape = dataclasses.replace(model.SIZES[size], num_layers=layers, has_positions=has_positions)
+    with torch.device("meta"):
+        assert shape.num_parameters == sum(param.numel() for param in model.build_model(shape).parameters())
+
+
+def test_a_model_without_values_gets_those_of_the_constructor(helper: Helper) -> None:
+    model = helper("_model")
+    built = model.build_model(model.SIZES["tiny"])
+    with torch.device("meta"):
+        filled = model.build_model(model.SIZES["tiny"])
+    filled.to_empty(device="cpu")
+    for param in filled.parameters():
+        param.data.fill_(torch.nan)
+    model.initialize_in_place(filled)
+    for (name, param), other in zip(built.named_parameters(), filled.parameters(), strict=True):
+        spread, expected = float(other.detach().std()), float(param.detach().std())
+        assert abs(spread - expected) < 0.3 * expected + 1e-9, name
+        assert abs(float((other - param).detach().mean())) < 0.02, name
+
+
+def test_a_rank_leaves_as_soon_as_it_is_over_its_budget(helper: Helper, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, left, samples = helper("_worker"), list[int](), iter([100, 120, 0, 251])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(worker, "leave", left.append)
+    monkeypatch.setattr(worker, "rank_bytes", lambda ranks, above=0: next(samples))
+    sampler = worker.PeakSampler(True, budget_bytes=150)
+    sampler.sample()
+    sampler.sample()
+    assert left == [] and sampler.peak_bytes == 120 and sampler.start_bytes == 100
+    sampler.sample()
+    assert left == [worker.OVER_BUDGET_STATUS]
+
+
+def test_a_gpu_without_memory_is_told_from_other_errors(helper: Helper) -> None:
+    is_out_of_memory = helper("_device").is_out_of_memory
+    wrapped = RuntimeError("the step failed")
+    wrapped.__cause__ = torch.OutOfMemoryError("CUDA out of memory")
+    assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory")) and is_out_of_memory(wrapped)
+    assert not is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))

@@ -246,16 +246,6 @@ def test_a_saved_tensor_changed_in_place_is_torchs_error(size: int, store: SlowS
 # -- how graphs are used ----------------------------------------------------------------------------------------------
 
 
-def test_backward_twice_is_the_same(store: SlowStore) -> None:
-    model, x = Model(plain), inputs()
-    offload = offload_for(model, store, 2 * BYTES)
-    loss, needed = forward(model, offload, x), [x, *model.parameters()]
-    expected = torch.autograd.grad(model(x), needed)
-    for keeps in (True, False):
-        assert all(map(torch.equal, torch.autograd.grad(loss, needed, retain_graph=keeps), expected))
-    assert offload.residency.peak_resident_bytes <= 2 * BYTES
-
-
 def test_gradient_of_a_gradient_is_the_same(store: SlowStore) -> None:
     model = Model(plain)
 

@@ -54,14 +54,6 @@ def test_training_leaves_curve_report_and_text(
     assert f"training loss {first} -> {last}, validation loss {report['validation_loss']:.3f}" in printed
 
 
-def test_a_second_run_goes_on_where_the_first_has_saved(files: list[str], tmp_path: Path) -> None:
-    arguments = [*files, "--checkpoints", str(tmp_path / "saved"), "--sample-bytes", "0", "--steps"]
-    before, after = (train(tmp_path, *arguments, steps) for steps in ("15", "20"))
-    assert after["steps"] == 20 and after["first_loss"] < before["first_loss"] - 0.1
-    with pytest.raises(SystemExit, match="saved is at step 20 already; expected --steps above that, found 20"):
-        train_gpt.main([*SIZE, *arguments, "20"])
-
-
 def test_ctrl_c_saves_what_the_next_run_goes_on_from(
     files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +83,9 @@ def test_ctrl_c_saves_what_the_next_run_goes_on_from(
     ) in messages
     for loss in ("final_loss", "validation_loss"):
         assert found[loss] == pytest.approx(calm[loss], abs=1e-5)
+    assert found["steps"] == 8 and found["first_loss"] < calm["first_loss"]
+    with pytest.raises(SystemExit, match="saved is at step 8 already; expected --steps above that, found 8"):
+        train_gpt.main([*SIZE, *wide, *saving])
 
 
 def test_the_config_of_a_run_keeps_the_preset_and_takes_the_flags(tmp_path: Path) -> None:

@@ -125,11 +125,10 @@ class HostsJob(Job):
         source: str,
         *options: str,
         at: str = "login",
-        arguments: Sequence[str] = (),
-        variables: Mapping[str, str] | None = None,
+        **given: Any,
     ) -> None:
         self.network, self._at = network, at
-        super().__init__(folder, source, *options, arguments=arguments, variables=variables)
+        super().__init__(folder, source, *options, **given)
         self._launcher = main_process(self.process)
 
     @property

@@ -603,7 +603,7 @@ class Engine(ModuleFacade):
         Moves nothing between ranks. All ranks must call it only if updates run in the background (`overlap`
         "delayed"). n is 0 if this rank's shard has no part of the parameter.
         """
-        with self._steps.apart(Activity.WEIGHTS, Access.READS):
+        with self._steps.apart(Activity.WEIGHTS, Access.READS, alone=True):
             return self._archive.parameters.local(param, state, _what("local", "get_local", state))
 
     @exclusive

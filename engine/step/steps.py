@@ -584,9 +584,10 @@ class Steps:
     # -- between steps --------------------------------------------------------------------------------------------
 
     @contextmanager
-    def apart(self, activity: Activity, access: Access) -> Iterator[None]:
-        """Wrap a call that is not part of a step. A collective, except for `Access.LOOKS` and `Access.NOTHING`.
+    def apart(self, activity: Activity, access: Access, alone: bool = False) -> Iterator[None]:
+        """Wrap a call that is not part of a step. A collective, except for `Access.NOTHING`.
 
+        alone: a rank may make the call without the others, unless updates run in the background.
         Raises OffloadError on every rank if a background update has failed on any rank. Raises StateError inside of
         `engine.join`, since ranks without data would not make the call, and for changes and saves of parameters that an
         error has left updated in part.
@@ -599,6 +600,8 @@ class Steps:
         for feature in self.features.before_call:
             feature("a change of the weights" if changes else activity.value, access)
         with self._mesh.world.progress.during(activity), self._mesh.error_broadcast.between_steps():
+            if not alone and access is not Access.NOTHING:
+                self._passes.await_others()
             try:
                 if access is Access.LOOKS:
                     self.update.roll_back()

@@ -181,6 +181,14 @@ class ShardedGroup:
         """Make the parameters views of `full`. This frees their former memory."""
         untransformed(self._hide if self.frees_memory else self._show)
 
+    def assigned(self) -> str | None:
+        """Return the name of a parameter in memory that is no view of `full` any more: its `.data` was assigned."""
+        if self.frees_memory and self.sharded_state is not ShardedState.UNSHARDED:
+            return None
+        addresses, expected = ([*map(Tensor.data_ptr, tensors)] for tensors in (self.params, self._views))
+        named = zip(self.layout.names, addresses, expected, strict=True)
+        return next((name for name, address, own in named if address != own), None)
+
     # -- full and sharded -----------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:

@@ -170,7 +170,7 @@ class ModelGuard(StepFeature):
     |---------------------------------------------|-----------------------------------------------------|
     | identity at its name                        | all                                                 |
     | requires_grad                               | frozen, and in no group of the optimizer            |
-    | address of its values                       | all whose memory is kept                            |
+    | memory: it is a view of a flat buffer       | all that are full                                   |
     | version: number of changes in place         | those with a copy: master weights, other ranks;     |
     |                                             | not under PEFT's `target_parameters`                |
     | some elements, for changes through `.data`  | those with a copy that are full between steps:      |
@@ -191,7 +191,7 @@ class ModelGuard(StepFeature):
         members = [(group, name, p) for group in groups for name, p in group.plan.params]
         self._params = [(name, param) for group, name, param in members if group.plan.role is Role.FROZEN]
         self._known = {id(param): name for _, name, param in members}
-        self._kept = [(name, param) for group, name, param in members if not group.frees_memory]
+        self._groups = groups
         watched = set(map(id, _watched(groups)))
         own_changes = _changed_by_forwards(self._module)
         self._watched = [
@@ -204,13 +204,12 @@ class ModelGuard(StepFeature):
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
         self._versions: list[int] = []
-        self._addresses: list[int] = []
         self.after_change()
 
     def after_change(self) -> None:
         """Accept the parameters as they are now."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._addresses, self._versions = self._addresses_and_versions()
+            self._versions = self._versions_now()
 
     def after_update(self, skipped: bool) -> None:
         """Mark the parameters as changed: autograd refuses a backward of earlier graphs, as after a step of torch."""
@@ -233,20 +232,21 @@ class ModelGuard(StepFeature):
                         f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; it is "
                         "in no group of the optimizer; add it by engine.optimizer.add_param_group"
                     )
-            addresses, versions = self._addresses_and_versions()
-        if addresses != self._addresses:
-            raise ValueError(
-                f"parameter '{_first_other(self._kept, addresses, self._addresses)}' got new memory (an assignment to "
-                f"its .data, or .to(), .half(), ...), but the engine updates and saves the old memory; {_INSTEAD}"
-            )
+            versions = self._versions_now()
+            for group in self._groups:
+                if (name := group.assigned()) is not None:
+                    raise ValueError(
+                        f"parameter '{name}' got new memory (an assignment to its .data, or .to(), .half(), ...), but "
+                        f"the engine updates and saves the old memory; {_INSTEAD}"
+                    )
         if versions != self._versions:
-            name = _first_other(self._watched, versions, self._versions)
+            pairs = zip(self._watched, versions, self._versions, strict=True)
+            name = next(name for (name, _), version, before in pairs if version != before)
             raise ValueError(_CHANGED.format(name=name, how="in place"))
 
-    def _addresses_and_versions(self) -> tuple[list[int], list[int]]:
-        """Return where each kept parameter lies, and how often each watched parameter was changed in place."""
-        addresses = map(Tensor.data_ptr, map(_PARAM, self._kept))
-        return list(addresses), list(map(_VERSION, map(_PARAM, self._watched)))
+    def _versions_now(self) -> list[int]:
+        """Return how often each watched parameter was changed in place."""
+        return list(map(_VERSION, map(_PARAM, self._watched)))
 
     def _check_places(self) -> None:
         """Raise ValueError if another parameter stands at a name. Else accept the modules as they are now."""
@@ -288,10 +288,6 @@ def _changed_by_forwards(module: nn.Module) -> set[int]:
     """
     wrappers: list[Any] = [part for part in module.modules() if type(part).__name__ == "ParamWrapper"]
     return {id(wrapper.get_param()) for wrapper in wrappers if type(wrapper).__module__.startswith("peft.")}
-
-
-def _first_other(params: Sequence[tuple[str, nn.Parameter]], found: Sequence[int], expected: Sequence[int]) -> str:
-    return next(name for (name, _), a, b in zip(params, found, expected, strict=True) if a != b)
 
 
 _PARAM, _VERSION = itemgetter(1), attrgetter("_version")

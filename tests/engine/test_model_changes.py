@@ -37,6 +37,10 @@ def change_in_a_method(self: Any) -> None:
     self.norm.bias.data.mul_(0.5)
 
 
+def assign_in_a_method(self: Any) -> None:
+    self.norm.bias.data = self.norm.bias.data * 0.5
+
+
 def change_first_row_through_data(model: Any) -> None:
     model.embedding.weight.data[0] = 0.0
 
@@ -117,6 +121,7 @@ IN_PLACE = "parameter 'norm.bias' was changed in place"
         (change_in_place, 3, {"communication": {"transport": "shared_memory"}}, "parameter 'norm.bias' is released"),
         (change_in_place, 3, {"communication": {"transport": "sockets"}}, "parameter 'norm.bias' is released"),
         (change_in_a_method, 3, {"communication": {"transport": "sockets"}}, IN_PLACE),
+        (assign_in_a_method, 3, {"communication": {"transport": "sockets"}}, "parameter 'norm.bias' got new memory"),
     ],
 )
 def test_a_change_that_other_ranks_would_not_see_is_named(

@@ -71,8 +71,6 @@ qwen = partial(made, "Qwen3", COMMON, num_key_value_heads=4, head_dim=8, tie_wor
 dropping_gpt2 = partial(gpt2, 0.3)
 # Its head's bias is also that of the module around it.
 bert = partial(made, "Bert", COMMON, "ForMaskedLM", hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-# Scaled embeddings, tied to a head with logits in a soft cap.
-gemma = partial(made, "Gemma2", KEYS, head_dim=8, sliding_window=4)
 T5 = {"d_model": 32, "d_kv": 6, "d_ff": 44, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
 t5 = partial(made, "T5", T5, "ForConditionalGeneration", decoder_start_token_id=0)
 vit = partial(made, "ViT", HIDDEN, "ForImageClassification", image_size=8, patch_size=4, num_labels=5)

@@ -52,18 +52,6 @@ class Dicts(Net):
         return block["down"](block["act"](block["up"](block["norm"](x))))
 
 
-class ListsOfBlocks(Net):
-    """One, two and three blocks."""
-
-    def block(self, index: int) -> nn.Module:
-        return nn.ModuleList(models.Block(WIDTH - 1) for _ in range(index + 1))
-
-    def run(self, block: Any, x: Tensor) -> Tensor:
-        for layer in block:
-            x = torch.cat([layer(x[:, None, 1:])[:, 0], x[:, :1]], -1)
-        return x
-
-
 class Loose(nn.Module):
     """A class without a forward, whose own parameters are read by the model's."""
 

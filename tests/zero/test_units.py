@@ -65,7 +65,6 @@ UNITS: list[tuple[Callable[[], nn.Module], list[str]]] = [
     (lambda: nn.Sequential(block := Block(), Block(), block), ["0", "1"]),
     (lambda: nn.Sequential(Block(), nn.ReLU(), Block()), ["0", "2"]),
     (containers.Dicts, [f"blocks.{index}.{name}" for index in range(3) for name in ("up", "down")]),
-    (containers.ListsOfBlocks, [f"blocks.{index}.{inner}" for index in range(3) for inner in range(index + 1)]),
     (containers.OwnClass, ["blocks.0.layer", "blocks.1.layer", "blocks.2.layer"]),
     (containers.OnlyParameters, []),
     (containers.Mixed, ["blocks.0", "blocks.2.0.0", "blocks.2.0.1", "blocks.2.1", "blocks.4", "blocks.5.0"]),

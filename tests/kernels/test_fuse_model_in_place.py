@@ -141,28 +141,15 @@ class LlamaRMSNorm(nn.Module):
         return x * self.weight
 
 
-def replaced_norm() -> nn.Module:
-    norm = nn.RMSNorm(4)
-    norm.forward = lambda x: x  # type: ignore[method-assign]
-    return norm
-
-
 def llama_mlp(activation: str) -> nn.Module:
     config = transformers.LlamaConfig(**GROUPED, hidden_act=activation)
     mlp: nn.Module = transformers.models.llama.modeling_llama.LlamaMLP(config)
     return mlp
 
 
-def llama_mlp_with_a_gate() -> nn.Module:
-    mlp = llama_mlp("silu")
-    mlp.add_module("dropout", nn.Dropout())
-    return mlp
-
-
-def llama_norm_with_a_bias() -> nn.Module:
-    norm: nn.Module = transformers.models.llama.modeling_llama.LlamaRMSNorm(4)
-    norm.register_parameter("bias", nn.Parameter(torch.zeros(4)))
-    return norm
+def having(module: nn.Module, name: str, value: Any) -> nn.Module:
+    setattr(module, name, value)
+    return module
 
 
 @pytest.mark.parametrize(
@@ -173,11 +160,11 @@ def llama_norm_with_a_bias() -> nn.Module:
         nn.LayerNorm(4),
         nn.RMSNorm([3, 4]),
         nn.BatchNorm1d(4),
-        replaced_norm(),
+        having(nn.RMSNorm(4), "forward", lambda x: x),
         llama_mlp("relu"),
         llama_mlp("quick_gelu"),
-        llama_mlp_with_a_gate(),
-        llama_norm_with_a_bias(),
+        having(llama_mlp("silu"), "dropout", nn.Dropout()),
+        having(transformers.models.llama.modeling_llama.LlamaRMSNorm(4), "bias", nn.Parameter(torch.zeros(4))),
     ],
     ids=lambda module: type(module).__name__,
 )

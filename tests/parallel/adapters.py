@@ -1,6 +1,7 @@
 """LoRA of PEFT, with values in both of its matrices."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import peft
@@ -10,8 +11,9 @@ from torch import nn
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def adapted(model: nn.Module, layers: list[str], **more: Any) -> nn.Module:
+def adapted(build: Callable[[], nn.Module], layers: list[str], **more: Any) -> nn.Module:
     """At the start one matrix is zero, and the other has no gradient: here both have values."""
+    model = build()
     torch.manual_seed(1)
     config: Any = peft.LoraConfig(r=3, target_modules=layers, **more)
     with warnings.catch_warnings():  # peft's own

@@ -24,15 +24,16 @@ Batch = dict[str, Tensor]
 
 
 class Attends(nn.Module):
+    """With as many heads as there are columns for."""
+
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, length, _ = x.shape
-        q, k, v = self.qkv(x).view(rows, length, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(x).unflatten(-1, (3, -1, WIDTH // 4)).permute(2, 0, 3, 1, 4)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return x + self.out(mixed.transpose(1, 2).reshape(rows, length, WIDTH))
+        return x + self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Plain(nn.Module):

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -243,29 +244,19 @@ def test_a_named_input_of_a_split_layer_is_an_error_with_its_name(named: str) ->
     assert f"'{named}': a split layer expects its input as a positional argument, found none; call it as " in text
 
 
-def llama() -> nn.Module:
-    return adapted(others.grouped_llama(), LAYERS)
-
-
-def gpt2() -> nn.Module:
-    return adapted(others.gpt2(), ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True)
-
-
-def some_of_bert() -> nn.Module:
-    """Layers with an adapter beside some without."""
-    return adapted(others.bert(), ["query", "value", "dense"], use_rslora=True)
-
-
-def of_shared_keys() -> nn.Module:
-    """One head of keys on two ranks: columns of its B, and parts of its gradient, are on both."""
-    return adapted(others.one_head_of_keys(), LAYERS)
-
-
-STAGES = {llama: 0, gpt2: 3, some_of_bert: 0, of_shared_keys: 1}
+llama = partial(adapted, others.grouped_llama, LAYERS)
+ADAPTED: list[tuple[Callable[[], nn.Module], int]] = [  # and a stage
+    (llama, 0),
+    (partial(adapted, others.gpt2, ["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True), 3),
+    # Layers with an adapter beside some without.
+    (partial(adapted, others.bert, ["query", "value", "dense"], use_rslora=True), 0),
+    # One head of keys on two ranks: columns of its B, and parts of its gradient, are on both.
+    (partial(adapted, others.one_head_of_keys, LAYERS), 1),
+]
 
 
 def test_adapters_train_as_in_one_process(ranks: RankPool) -> None:
-    check(ranks, 2, [(case_of(build, stage), 1, TENSOR) for build, stage in STAGES.items()])
+    check(ranks, 2, [(case_of(build, stage), 1, TENSOR) for build, stage in ADAPTED])
 
 
 WHOLE = "expected PEFT's LoRA without DoRA on split linear layers, found"
@@ -287,7 +278,7 @@ REFUSED: list[tuple[Any, list[str], dict[str, Any], dict[str, Any], tuple[str, .
 @on_ranks(2)
 def test_adapters_that_need_whole_layers_tokens_or_experts_are_refused() -> None:
     for build, layers, more, config, parts in REFUSED:
-        text = refusal(lowtide.initialize, adapted(build(), layers, **more), split_config(**config))
+        text = refusal(lowtide.initialize, adapted(build, layers, **more), split_config(**config))
         assert all(part in text for part in parts)
 
 

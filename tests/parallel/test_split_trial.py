@@ -17,7 +17,7 @@ from tests.kit.training import ADAMW
 from tests.parallel import models_of_others as others
 from tests.parallel.test_expert_lists import rows_of, skipping
 from tests.parallel.test_expert_routing import Experts
-from tests.parallel.test_sequence import Plain, batch_of
+from tests.parallel.test_sequence import Attends, Plain, batch_of
 from tests.parallel.trainings import EXPERT, TENSOR, split_config
 
 WIDTH = 32
@@ -39,27 +39,13 @@ class GateUp(nn.Module):
         return y
 
 
-class Attention(nn.Module):
-    """Of as many heads as there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, -1, 8)).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        y: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return y
-
-
 class Layer(nn.Module):
     def __init__(self, mlp: Callable[[], nn.Module]) -> None:
         super().__init__()
-        self.attention, self.mlp = Attention(), mlp()
+        self.attention, self.mlp = Attends(), mlp()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(x)
+        x = self.attention(x)
         return x + self.mlp(x)
 
 

@@ -22,6 +22,7 @@ from tests.kit import models
 from tests.kit.training import refusal
 from tests.pipe.hugging_face import batch_for, builder
 from tests.pipe.staged import numels
+from tests.pipe.test_stage_errors import Ordered
 
 T5 = "T5ForConditionalGeneration"
 VECTORS = models.vector_batch(0, 6)
@@ -313,14 +314,6 @@ def test_time_before_and_behind_the_blocks_counts(clock: Clock) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-class Backwards(models.Mlp):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = self.first(x)
-        for layer in reversed(self.layers):
-            x = layer(x)
-        return functional.mse_loss(self.last(x), y)
-
-
 ORDER = (
     "expected a forward that calls each of 3 blocks once, in the order of registration, found the calls: "
     "layers.2, layers.1, layers.0"
@@ -342,8 +335,8 @@ REFUSED: list[tuple[str, Callable[..., object], tuple[Any, ...]]] = [
         plan_split,
         (models.Mlp().to("meta"), 2, "time", lambda model: model(*(one.to("meta") for one in VECTORS))),
     ),
-    (ORDER, plan_split, (Backwards(), 2, "parameters", of_vectors)),
-    (ORDER, plan_split, (Backwards(), 2, "time", of_vectors)),
+    (ORDER, plan_split, (Ordered(2, 1, 0), 2, "parameters", of_vectors)),
+    (ORDER, plan_split, (Ordered(2, 1, 0), 2, "time", of_vectors)),
     (f"{STAGES} 0; use fewer stages (ranks x chunks), or a model with more blocks", partition, ([1.0] * 3, 0)),
     (f"{STAGES} 4; use fewer stages", partition, ([1.0] * 3, 4)),
     (f"{SUM} 1 + 3 + 3 = 7 != 6", given_counts, ([1, 3, 3], 6, 3)),

@@ -15,8 +15,6 @@ from tests.kit.training import refusal
 from tests.pipe.hugging_face import MODELS, batch_for, builder
 from tests.pipe.staged import Call, equal_staged, numels, seeded, staged, stages_of, whole
 
-TOKENS = models.token_batch(0, 2)
-
 
 def tied_gpt() -> nn.Module:
     return models.TinyGPT(layers=4, tied=True)
@@ -86,30 +84,6 @@ def test_the_state_dicts_of_the_stages_make_up_that_of_the_model_also_when_train
         for module in (model, *modules):
             module.zero_grad()
         assert staged(stages, call).differences(whole(model, call)) == []
-
-
-def test_a_tied_weight_is_one_parameter_within_a_stage() -> None:
-    last = stages_of(tied_gpt, 2)[1].module
-    assert last.get_parameter("head.weight") is last.get_parameter("embedding.weight")
-
-
-def test_a_model_on_the_meta_device_is_split_and_keeps_the_other_stages_there() -> None:
-    values, stages = seeded(tied_gpt).state_dict(), list[Stage]()
-    for index in range(3):
-        with torch.device("meta"):
-            model = models.TinyGPT(layers=4, tied=True)
-        model.head.weight = model.embedding.weight
-        stage = Stage(model, plan_split(model, 3), index)
-        for name, param in list(model.named_parameters()):
-            assert param.is_meta
-            owner, _, attribute = name.rpartition(".")
-            real = nn.Parameter(values[name].clone())
-            setattr(model.get_submodule(owner), attribute, real)
-            if name == "embedding.weight" and stage.is_last:
-                model.head.weight = real
-        stages.append(stage)
-    call = lambda model: model(*TOKENS)  # noqa: E731
-    assert staged(stages, call).differences(whole(seeded(tied_gpt), call)) == []
 
 
 def test_the_module_can_be_moved_and_initialized_as_any_other() -> None:

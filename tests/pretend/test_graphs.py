@@ -19,6 +19,7 @@ from lowtide.engine.planner import planner
 from lowtide.engine.step.graphs import GraphRunner
 from lowtide.kernels.optimizer_step import UpdateLaunches
 from tests.kit import models
+from tests.kit.features import TwoBlocks
 from tests.kit.grids import pairs
 from tests.kit.ranks import on_device
 from tests.pretend import device
@@ -274,30 +275,22 @@ def test_graphs_over_ranks_compute_the_same(part: int) -> None:
         compare(case)
 
 
-class Idle(models.TinyGPT):
-    """It has a parameter that no forward uses."""
-
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self.idle = nn.Parameter(torch.ones(3))
-
-
-EAGER_UPDATES: dict[str, tuple[type[models.TinyGPT], dict[str, Any], bool]] = {
-    "updates run eagerly: lamb waits for the norm on the host": (models.TinyGPT, {"type": "lamb"}, True),
-    "an update runs eagerly: a parameter has no gradient": (Idle, {"type": "adamw"}, True),
-    "updates run eagerly: Triton has no kernel for some of the shards": (models.TinyGPT, {"type": "adamw"}, False),
+EAGER_UPDATES: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+    "updates run eagerly: lamb waits for the norm on the host": (models.short_gpt, "lamb", True),
+    "an update runs eagerly: a parameter has no gradient": (TwoBlocks, "adamw", True),
+    "updates run eagerly: Triton has no kernel for some of the shards": (models.short_gpt, "adamw", False),
 }
 
 
 @pytest.mark.parametrize("text", EAGER_UPDATES)
 @on_device()
 def test_an_update_that_no_graph_has_runs_eagerly(text: str) -> None:
-    kind, optimizer, has_kernel = EAGER_UPDATES[text]
+    build, optimizer, has_kernel = EAGER_UPDATES[text]
     found = []
     for graphs in (False, True):
         torch.manual_seed(0)
-        config = {"optimizer": optimizer, "compile": {"graphs": graphs}, "gradient_clipping": 0.5}
-        with optimizer_kernel() if has_kernel else nullcontext(), make_engine(kind(width=16), config) as engine:
+        config = {"optimizer": {"type": optimizer}, "compile": {"graphs": graphs}, "gradient_clipping": 0.5}
+        with optimizer_kernel() if has_kernel else nullcontext(), make_engine(build(), config) as engine:
             found.append([engine.train_step(models.token_batch(step, 2)).loss.item() for step in range(5)])
             runner: Any = engine._runner
             assert not graphs or ((text in runner._said) and runner.graphs and not runner.updates.graphs)

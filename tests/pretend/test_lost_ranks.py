@@ -12,6 +12,7 @@ import lowtide
 from lowtide.comm.collective_watchdog import CollectiveWatchdog
 from tests.kit.models import linear_chain
 from tests.kit.ranks import RankPool
+from tests.kit.training import settings
 from tests.pretend import group
 
 TIMEOUT_SECONDS = 2.5
@@ -20,14 +21,8 @@ TIMEOUT_SECONDS = 2.5
 def train_until_rank_1_is_late(pipeline: int, stage: int, given_up: Path) -> tuple[str, float]:
     """On rank 0: the text of the error, and seconds until it came. given_up: a file that is there when that is over."""
     group.join_on_cpu()
-    config = {
-        "device": "cpu",
-        "optimizer": {"type": "sgd"},
-        "zero_optimization": {"stage": stage},
-        "parallel": {"pipeline": pipeline},
-        "communication": {"transport": "native", "timeout_seconds": TIMEOUT_SECONDS},
-        "steps_per_print": 0,
-    }
+    communication = {"transport": "native", "timeout_seconds": TIMEOUT_SECONDS}
+    config = settings(stage, device="cpu", parallel={"pipeline": pipeline}, communication=communication)
     engine = lowtide.initialize(linear_chain(8, 2), config)
     engine.train_step((torch.ones(2, 8),))
     if dist.get_rank() == 1:

@@ -14,6 +14,7 @@ from tests.kit.training import refusal
 from tests.parallel import test_expert_routing as experts
 from tests.parallel.test_sequence import batch_of as sequences_of, eager_llama, mistral
 from tests.parallel.test_split_training import PLAN
+from tests.parallel.test_tiles import config_of
 from tests.pretend.group import register
 from tests.pretend.test_host_waits import waits_of
 
@@ -42,23 +43,11 @@ ROWS: dict[str, tuple[Any, Any, str, int, dict[str, Any]]] = {
 }
 
 
-def config_of(stage: int, **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": 0.3,
-        "optimizer": {"type": "sgd", "params": {"lr": 0.1}},
-        "zero_optimization": {"stage": stage},
-        "kernels": {"fuse_modules": False},
-        **more,
-    }
-
-
 def train(name: str, device: str) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Losses, norms, an evaluation and the state; and the waits of each step."""
     build, batch_of, kind, stage, more = ROWS[name]
     transport = {"transport": "auto" if device == "auto" else "native"}
-    config = config_of(stage, device=device, communication=transport, **more)
+    config = config_of(stage, device=device, communication=transport, kernels={"fuse_modules": False}, **more)
     torch.manual_seed(0)
     engine = lowtide.initialize(build(), config)
     values: dict[str, Tensor] = {}

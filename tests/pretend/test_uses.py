@@ -16,7 +16,7 @@ from lowtide import Engine
 from tests.kit import models
 from tests.kit.models import TinyGPT
 from tests.kit.ranks import RankPool, on_device
-from tests.kit.training import ADAMW
+from tests.kit.training import settings
 from tests.pretend.group import register
 from tests.zero.test_special_parameters import read_in_hooks, sums_beside_the_model
 
@@ -31,20 +31,9 @@ def maker(device: str) -> Make:
 
     def make(build: Any = gpt, stage: int = 0, given: Any = None, **config: Any) -> Engine:
         torch.manual_seed(0)
-        zero = {"stage": stage, **config.pop("zero_optimization", {})}
-        accumulation = config.pop("gradient_accumulation_steps", 1)
-        sections = {
-            "device": device,
-            "communication": {"transport": "auto" if device == "auto" else "native"},
-            "optimizer": ADAMW,
-            "steps_per_print": 0,
-            "kernels": {"fuse_modules": False},
-            "train_micro_batch_size_per_gpu": 2,
-            "gradient_accumulation_steps": accumulation,
-            "zero_optimization": zero,
-            **config,
-        }
-        return lowtide.initialize(build(), sections, **(given or {}))
+        communication = {"transport": "auto" if device == "auto" else "native"}
+        own = {"device": device, "communication": communication, "kernels": {"fuse_modules": False}, **config}
+        return lowtide.initialize(build(), settings(stage, **own), **(given or {}))
 
     return make
 

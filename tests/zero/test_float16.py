@@ -35,9 +35,8 @@ GROWING = {"initial_scale_power": 3, "loss_scale_window": 2}
         (GPT.at(0, clip=0.3, accumulation=2), {"loss_scale": 256.0}, "...", [256] * 3),
         (MLP, {"loss_scale": 8.0}, ".x.", [8] * 3),
         (MLP.at(0, steps=6), {**GROWING, "hysteresis": 1}, ".x....", [8, 8, 4, 4, 8, 8]),
-        (GPT.at(0, steps=6), {"initial_scale_power": 18}, "xxxx..", [2**18, 2**18, 2**17, 2**16, 2**15, 2**15]),
     ],
-    ids=["static", "overflow", "growing", "too large"],
+    ids=["static", "overflow", "growing"],
 )
 def test_it_equals_plain_torch(
     ranks: RankPool, case: Case, fp16: dict[str, Any], overflows: str, scales: list[float]

@@ -86,48 +86,29 @@ class SharedModule(Base):
 
 
 class Hollow(nn.Linear):
-    """Has a weight without elements besides, or nothing else."""
+    """Has a weight without elements and a weight without dimensions besides, or a weight without elements alone."""
 
     def __init__(self, is_alone: bool) -> None:
         super().__init__(7, 7)
         self.nothing = nn.Parameter(torch.zeros(3, 0))
+        self.scale: Any = 1.0 if is_alone else nn.Parameter(torch.tensor(0.5))
         self.is_alone = is_alone
         if is_alone:
             self.weight = self.bias = None  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
-        return (x if self.is_alone else super().forward(x)) + self.nothing.sum()
+        return (x if self.is_alone else super().forward(x) * self.scale) + self.nothing.sum()
 
 
 class Empty(Base):
-    """Parameters without elements, in a unit, in the rest, and as a whole unit."""
+    """Parameters without elements, in a unit, in the rest, and as a whole unit; and some without dimensions."""
 
     def change(self) -> None:
-        self.nothing = nn.Parameter(torch.zeros(0, 4))
+        self.nothing, self.scale = nn.Parameter(torch.zeros(0, 4)), nn.Parameter(torch.tensor(1.5))
         self.layers[1], self.layers[2] = Hollow(False), Hollow(True)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x, y) + self.nothing.sum()
-
-
-class ScaledLinear(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(7, 7)
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-class OneElement(Base):
-    """Parameters without dimensions."""
-
-    def change(self) -> None:
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.layers[1] = ScaledLinear()
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return super().forward(x * self.scale, y)
+        return super().forward(x * self.scale, y) + self.nothing.sum()
 
 
 class SignedLinear(nn.Linear):
@@ -217,20 +198,13 @@ class Objects(Base):
 
 
 class ReadFromOutside(Base):
-    """Weights of units, beside the units' own forward and before it."""
+    """Weights of units, beside the units' own forward and before it; and of a unit that is not called itself."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        weight = self.get_parameter("layers.0.weight")
-        return super().forward(functional.linear(x, weight[:5, :5]), y) + self.get_parameter("layers.2.weight").sum()
-
-
-class BesideItsUnit(Base):
-    """A unit's weight is used, and the unit itself is not called."""
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        x = self.layers[2](x + functional.linear(x, self.get_parameter("layers.1.weight")))
-        return functional.mse_loss(self.last(self.layers[0](x)), y)
+        first, between, last = (self.get_parameter(f"layers.{index}.weight") for index in range(3))
+        x = torch.tanh(self.first(functional.linear(x, first[:5, :5])))
+        x = self.layers[2](x + functional.linear(x, between))
+        return functional.mse_loss(self.last(self.layers[0](x)), y) + last.sum()
 
 
 class Twice(nn.Linear):

@@ -2,22 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.kit.hugging_face import NUM_TOKENS, gpt2_dropout, small
 
-
-def llama(**sizes: Any) -> nn.Module:
-    return small("LlamaForCausalLM", **sizes)
-
-
-def gpt2() -> nn.Module:
-    return small("GPT2LMHeadModel", **gpt2_dropout(0.0))
-
-
+llama = partial(small, "LlamaForCausalLM")
 CAUSAL_LMS: dict[str, Callable[[], nn.Module]] = {
     "llama": llama,
     "mistral": partial(small, "MistralForCausalLM", head_dim=8),
@@ -25,7 +16,7 @@ CAUSAL_LMS: dict[str, Callable[[], nn.Module]] = {
     "qwen3": partial(small, "Qwen3ForCausalLM", head_dim=8),
     "gemma": partial(small, "GemmaForCausalLM", head_dim=8),
     "gemma2": partial(small, "Gemma2ForCausalLM", head_dim=8, final_logit_softcapping=0.5),  # so low that it matters
-    "gpt2": gpt2,
+    "gpt2": partial(small, "GPT2LMHeadModel", **gpt2_dropout(0.0)),
 }
 mixtral = partial(small, "MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2)
 

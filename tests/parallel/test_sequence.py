@@ -1,6 +1,7 @@
 """Ranks that share sequences train as one process does: losses, norms and values are the same."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -52,19 +53,14 @@ class Plain(nn.Module):
         return functional.cross_entropy(self.head(x).flatten(0, 1), shift_labels.flatten())
 
 
-def mistral() -> nn.Module:
-    """With a window, and keys that are fewer than ranks."""
-    return small("MistralForCausalLM", num_key_value_heads=1, sliding_window=7)
+# With a window, and keys that are fewer than ranks.
+mistral = partial(small, "MistralForCausalLM", num_key_value_heads=1, sliding_window=7)
 
 
 def eager_llama() -> nn.Module:
     model: Any = TILED["llama"]()
     model.config._attn_implementation = "eager"
     return model
-
-
-def deep_llama() -> nn.Module:
-    return small("LlamaForCausalLM", num_hidden_layers=4)
 
 
 def llama_of(heads: int, of_keys: int) -> nn.Module:
@@ -77,7 +73,7 @@ MODELS: dict[str, Any] = {
     "mistral": mistral,
     "eager": eager_llama,
     "Plain": Plain,
-    "deep": deep_llama,
+    "deep": partial(small, "LlamaForCausalLM", num_hidden_layers=4),
     "three": lambda: llama_of(3, 1),
     "six": lambda: llama_of(6, 2),
     "dropping": lambda: gpt2(0.3),

@@ -213,10 +213,7 @@ class OwnAttention(nn.Module):
         self.attention = nn.MultiheadAttention(WIDTH, 4)
 
 
-def llama(**more: Any) -> nn.Module:
-    return small("LlamaForCausalLM", num_key_value_heads=4, **more)
-
-
+llama = partial(small, "LlamaForCausalLM", num_key_value_heads=4)
 REFUSED_MODELS: list[tuple[Callable[[], nn.Module], str]] = [
     (
         llama,

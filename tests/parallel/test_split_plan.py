@@ -94,6 +94,7 @@ def uneven_llama(heads: int, keys: int) -> nn.Module:
 
 GATED = nn.ModuleDict({"fc1": nn.Linear(6, 24), "fc2": nn.Linear(12, 6)})  # in an order that no name says
 NORMED_EMBEDDING = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
+GPT, LINEAR = models.TinyGPT(), nn.Sequential(nn.Linear(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -102,29 +103,14 @@ NORMED_EMBEDDING = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
         (uneven_llama(6, 6), 4, {}, "self_attn.q_proj', found heads(6) % tensor(4) = 2"),
         (uneven_llama(12, 3), 2, {}, "k_proj', found key heads(3) % tensor(2) = 1; set a divisor of 3"),
         (fused(), 2, {"qkv_proj": "column/3", "o_proj": "row"}, "found heads(3) % tensor(2)"),
-        (
-            fused(),
-            3,
-            {"qkv_proj": "column/5"},
-            "that divide the outputs of 'qkv_proj', found 36 % (1 + 1 + 1 + 1 + 1) = 1",
-        ),
-        (models.TinyGPT(), 2, {"layers.*.mlp.up": "column"}, 'found "layers.*.mlp.up", which matches no layer; the'),
-        (
-            models.TinyGPT(),
-            2,
-            {"norm": "column"},
-            'a linear layer or an embedding for "column", found "blocks.0.norm", a LayerNorm',
-        ),
-        (models.TinyGPT(), 2, {"head": "columns"}, '"column/3" for a layer of three equal parts, or "column/4:1:1"'),
+        (fused(), 3, {"qkv_proj": "column/5"}, "divide the outputs of 'qkv_proj', found 36 % (1 + 1 + 1 + 1 + 1) = 1"),
+        (GPT, 2, {"layers.*.mlp.up": "column"}, 'found "layers.*.mlp.up", which matches no layer; the'),
+        (GPT, 2, {"norm": "column"}, 'linear layer or an embedding for "column", found "blocks.0.norm", a LayerNorm'),
+        (GPT, 2, {"head": "columns"}, '"column/3" for a layer of three equal parts, or "column/4:1:1"'),
         (GATED, 2, {}, "found no known layer names"),
         (NORMED_EMBEDDING, 2, {"0": "vocabulary"}, 'for "vocabulary", found "0", a Embedding'),
-        (nn.Sequential(nn.Linear(3, 3)), 2, {}, "found no known layer names; name layers"),
-        (
-            nn.Sequential(nn.Linear(3, 3)),
-            4,
-            {"0": "column_gathered"},
-            "'0': expected outputs for each rank, found outputs(3) < tensor(4)",
-        ),
+        (LINEAR, 2, {}, "found no known layer names; name layers"),
+        (LINEAR, 4, {"0": "column_gathered"}, "'0': expected outputs for each rank, found outputs(3) < tensor(4)"),
         (tied(), 2, {"one": "column", "two": "row"}, "'one' and 'two' share a weight, but their splits differ"),
         (tied(), 2, {"one": "column"}, "'one' and 'two' share a weight, but 'two' is not split"),
     ],

@@ -4,6 +4,7 @@ That they do so beside recomputed blocks and pipelines is asked in tests/laws.
 """
 
 import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -61,19 +62,16 @@ class Plain(nn.Module):
         return logits if labels is None else functional.cross_entropy(logits.view(-1, VOCAB), labels.flatten())
 
 
-def llama() -> nn.Module:
-    return small("LlamaForCausalLM")
-
-
-def qwen3() -> nn.Module:
-    return small("Qwen3ForCausalLM", head_dim=8)
-
-
 def gpt2(dropout: float = 0.0) -> nn.Module:
     return small("GPT2LMHeadModel", n_positions=LENGTH, **gpt2_dropout(dropout))
 
 
-MODELS = {model.__name__: model for model in (llama, qwen3, gpt2, Plain)}
+MODELS: dict[str, Any] = {
+    "llama": partial(small, "LlamaForCausalLM"),
+    "qwen3": partial(small, "Qwen3ForCausalLM", head_dim=8),
+    "gpt2": gpt2,
+    "Plain": Plain,
+}
 
 
 def batch_of(step: int) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Trainings over pipelines, beside those of one process."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,12 +48,7 @@ def forward_only(schedule: Schedule) -> Schedule:
     return schedule.replace_actions([action for action in actions if action.op in ops] for actions in schedule.actions)
 
 
-def deep_gpt() -> models.TinyGPT:
-    return models.TinyGPT(layers=5)
-
-
-def deep_tied_gpt() -> models.TinyGPT:
-    return models.TinyGPT(layers=5, tied=True)
+deep_gpt, deep_tied_gpt = partial(models.TinyGPT, layers=5), partial(models.TinyGPT, layers=5, tied=True)
 
 
 def deep_gpt_64() -> nn.Module:

@@ -86,8 +86,7 @@ def test_the_bits_are_those_of_the_plain_order(size: int, case: Case) -> None:
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def chain() -> nn.Module:
-    return models.linear_chain(64, 5)
+chain = partial(models.linear_chain, 64, 5)
 
 
 def rows_of(step: int, rows: int) -> tuple[Tensor]:

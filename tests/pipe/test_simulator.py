@@ -1,9 +1,8 @@
 """The simulator's times and bytes are those worked out by hand and of the fast one; what cannot run is refused."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -95,18 +94,27 @@ def test_the_peak_of_the_sum_is_at_most_the_sum_of_the_peaks() -> None:
     assert (peaks.activation_bytes, peaks.parameter_bytes, peaks.total_bytes) == (3, 20, 22)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"forward": (-1.0, 1.0)}, "forward of stage 0: expected 0 or more, found -1"),
-        ({"kept_bytes": (2.0, 1.0)}, "kept_bytes of stage 0: expected at most activation_bytes, 1, found 2"),
-        ({"send": -0.5}, "send: expected 0 or more, found -0.5"),
-        ({"backward": (2.0,)}, "backward: expected a value for each of 2 stages, found 1 values"),
-        ({"collect": (1.0,)}, "collect: expected a value for each of 2 stages, found 1 values"),
-    ],
-)
-def test_costs_that_cannot_be_are_refused(change: dict[str, Any], message: str) -> None:
-    assert refusal(replace, Costs.uniform(2), **change) == message
+def placed(ranks: tuple[int, ...], num_lists: int = 2) -> None:
+    simulate(Schedule("own", 2, 2, 1, ranks, ((),) * num_lists))
+
+
+COSTS = Costs.uniform(2)
+REFUSED: dict[str, Callable[[], object]] = {
+    "forward of stage 0: expected 0 or more, found -1": lambda: replace(COSTS, forward=(-1.0, 1.0)),
+    "kept_bytes of stage 0: expected at most activation_bytes, 1, found 2": lambda: replace(COSTS, kept_bytes=(2, 1)),
+    "send: expected 0 or more, found -0.5": lambda: replace(COSTS, send=-0.5),
+    "backward: expected a value for each of 2 stages, found 1 values": lambda: replace(COSTS, backward=(2.0,)),
+    "collect: expected a value for each of 2 stages, found 1 values": lambda: replace(COSTS, collect=(1.0,)),
+    "schedule own: stage 1 is placed on rank 2, expected a rank below 2": lambda: placed((0, 2)),
+    "schedule own: rank 1 has no stage; place a stage on it, or use fewer ranks": lambda: placed((0, 0)),
+    "schedule own: expected 2 entries in rank_of_stage, found 1": lambda: placed((0,)),
+    "schedule own: expected 2 entries in actions, found 1": lambda: placed((0, 1), 1),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_costs_and_placements_that_cannot_be_are_refused(text: str) -> None:
+    assert refusal(REFUSED[text]) == text
 
 
 def drawn_costs(draw: random.Random, num_stages: int) -> Costs:
@@ -262,19 +270,6 @@ def test_what_each_rank_waits_for_is_named(rows: tuple[str, str], blocking: bool
 
 def test_sends_block_each_other_only_where_sends_block() -> None:
     assert simulate(schedule_of(*CROSSING, microbatches=2)).makespan == 9  # 0F0 1F0 1B0 1F1 1B1 0B1
-
-
-@pytest.mark.parametrize(
-    ("ranks", "num_lists", "message"),
-    [
-        ((0, 2), 2, "schedule own: stage 1 is placed on rank 2, expected a rank below 2"),
-        ((0, 0), 2, "schedule own: rank 1 has no stage; place a stage on it, or use fewer ranks"),
-        ((0,), 2, "schedule own: expected 2 entries in rank_of_stage, found 1"),
-        ((0, 1), 1, "schedule own: expected 2 entries in actions, found 1"),
-    ],
-)
-def test_a_placement_that_does_not_fit_is_refused(ranks: tuple[int, ...], num_lists: int, message: str) -> None:
-    assert refusal(simulate, Schedule("own", 2, 2, 1, ranks, ((),) * num_lists)) == message
 
 
 def test_any_action_left_out_is_noticed() -> None:

@@ -1,6 +1,7 @@
 """A stage has its own parameters only, under the names of the whole model; so have those of Hugging Face models."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,7 @@ from tests.kit.training import refusal
 from tests.pipe.hugging_face import MODELS, batch_for, builder
 from tests.pipe.staged import Call, equal_staged, numels, seeded, staged, stages_of, whole
 
-
-def tied_gpt() -> nn.Module:
-    return models.TinyGPT(layers=4, tied=True)
+tied_gpt = partial(models.TinyGPT, layers=4, tied=True)
 
 
 class Normalized(models.Mlp):

@@ -6,33 +6,21 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import lowtide
 from lowtide.engine.archive import checkpoint
-from tests.kit.models import FEATURES
+from tests.kit.models import FEATURES, Chain
 from tests.kit.ranks import on_device
-from tests.kit.training import ADAMW
+from tests.kit.training import settings
 from tests.pretend.group import register
 
 
-class Dropping(nn.Module):
-    """Its losses say where the random generators are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(FEATURES, FEATURES) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = nn.functional.dropout(block(x), 0.3)
-        return x.square().mean()
-
-
 def engine_on(device: str, **sections: Any) -> lowtide.Engine:
+    """Its losses say where the random generators are."""
     torch.manual_seed(0)
-    config = {"device": device, "optimizer": ADAMW, "zero_optimization": {"stage": 3}, "steps_per_print": 0, **sections}
-    return lowtide.initialize(Dropping(), {"train_micro_batch_size_per_gpu": 4, **config})
+    dropping = Chain(*(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Dropout(0.3)) for _ in range(2)))
+    return lowtide.initialize(dropping, settings(3, device=device, train_micro_batch_size_per_gpu=4, **sections))
 
 
 def steps(engine: lowtide.Engine, numbers: range) -> list[float]:

@@ -30,6 +30,7 @@ from tests.kit.features import (
     start_in,
     without_places,
 )
+from tests.kit.models import Chain
 from tests.kit.ranks import RankPool, on_device
 from tests.kit.training import Case, Outcome, start
 from tests.pretend import device, group, queues, values
@@ -53,19 +54,12 @@ class Block(nn.Module):
         return x + torch.relu(self.wide(self.norm(x)))
 
 
-class Net(nn.Module):
-    """blocks: of which the last has a parameter that nobody uses, if `lacks` says so."""
-
-    def __init__(self, num_blocks: int, lacks: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
-        for block in self.blocks[: None if not lacks else -1]:
-            del block.unused
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+def net(num_blocks: int, lacks: bool = False) -> nn.Module:
+    """Blocks, of which the last has a parameter that nobody uses, if `lacks` says so."""
+    model = Chain(*(Block() for _ in range(num_blocks)))
+    for block in model.blocks[: -1 if lacks else None]:
+        del block.unused
+    return model
 
 
 def make_engine(model: nn.Module, config: dict[str, Any], **given: Any) -> Engine:
@@ -187,7 +181,7 @@ def check_monitors(folder: str) -> None:
     place = {"enabled": True, "output_path": folder}
     for stage in (0, 3):
         config = {"zero_optimization": {"stage": stage}, "csv_monitor": place, "profile": {"enabled": True, "step": 2}}
-        with make_engine(Net(3), {**config, "gradient_clipping": 0.1}) as engine:
+        with make_engine(net(3), {**config, "gradient_clipping": 0.1}) as engine:
             for _ in range(3):  # the second one is profiled
                 waits = waits_of(lambda: engine.train_step((torch.randn(2, WIDTH),)))
                 assert len(waits) <= 1, "\n".join(waits)
@@ -203,7 +197,7 @@ def test_a_step_that_is_written_and_profiled_waits_once_too(pretend_ranks: RankP
 @on_device()
 def test_other_ways_to_step_wait_once_too(way: str) -> None:
     config, act = WAYS[way]
-    model = Net(3, lacks=True)  # of the parameter without a gradient, all ranks must say so
+    model = net(3, lacks=True)  # of the parameter without a gradient, all ranks must say so
     given = {"optimizer": lambda params: torch.optim.RMSprop(params)} if "optimizer" in config else {}
     with make_engine(model, config, **given) as engine:
         for _ in range(2):
@@ -228,7 +222,7 @@ def weights(engine: Engine) -> list[Tensor]:
 @on_device()
 def test_an_update_that_was_started_changes_nothing(config: dict[str, Any]) -> None:
     in_backward = config == IN_BACKWARD
-    with make_engine(Net(2), config) as engine:
+    with make_engine(net(2), config) as engine:
         train_step(engine, torch.randn(2, WIDTH))
         before, num_steps = weights(engine), engine.optimizer.num_steps
         bad = torch.full((2, WIDTH), math.inf)
@@ -255,7 +249,7 @@ def test_ctrl_c_while_the_host_waits_counts_what_the_device_has_updated(value: f
             raise interrupts.pop()
         return real(self)
 
-    with make_engine(Net(2), PRECISIONS["bf16"]) as engine:
+    with make_engine(net(2), PRECISIONS["bf16"]) as engine:
         engine.ema(0.5)
         train_step(engine, torch.randn(2, WIDTH))
         with pytest.raises(KeyboardInterrupt), patch.object(OnHost, "read", read):
@@ -266,7 +260,7 @@ def test_ctrl_c_while_the_host_waits_counts_what_the_device_has_updated(value: f
 
 @on_device()
 def test_a_change_by_data_is_told_at_the_end_of_the_step() -> None:
-    with make_engine(Net(2), {**PRECISIONS["bf16"], "gradient_accumulation_steps": 2}) as engine:
+    with make_engine(net(2), {**PRECISIONS["bf16"], "gradient_accumulation_steps": 2}) as engine:
         for _ in range(2):
             train_step(engine, torch.randn(2, WIDTH))
         weight = engine.module.get_parameter("blocks.1.wide.weight")

@@ -24,7 +24,7 @@ from lowtide.zero.versions import UpdateThread
 from tests.kit.ranks import on_device
 from tests.pretend import device as pretend
 from tests.pretend.host_order import Event, check_order
-from tests.pretend.test_host_waits import PRECISIONS, WIDTH, Net, make_engine, train_step
+from tests.pretend.test_host_waits import PRECISIONS, WIDTH, make_engine, net, train_step
 
 NUM = 4
 NAMES = [f"blocks.{index}" for index in range(NUM)]
@@ -187,7 +187,7 @@ def steps_with(zero: dict[str, Any], precision: str, must: Callable[[Record, str
         return sums
 
     with (
-        make_engine(Net(NUM), {"zero_optimization": zero, "gradient_clipping": 1e6, **PRECISIONS[precision]}) as engine,
+        make_engine(net(NUM), {"zero_optimization": zero, "gradient_clipping": 1e6, **PRECISIONS[precision]}) as engine,
         patch.object(GroupGradient, "_leave", leaves),
         patch.object(ShardedOptimizer, "_change", updates),
         patch.object(HostUpdate, "put_back", returns),
@@ -223,7 +223,7 @@ def trained(overlap: str, fails: bool) -> list[Tensor]:
     """The weights after a step, before which a backward fails when three of four gradients have left."""
     torch.manual_seed(0)
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "overlap": overlap, **_LATE[overlap]}}
-    with make_engine(Net(NUM), {"zero_optimization": zero, **PRECISIONS["bf16"]}) as engine:
+    with make_engine(net(NUM), {"zero_optimization": zero, **PRECISIONS["bf16"]}) as engine:
         batch = torch.randn(2, WIDTH)
         train_step(engine, batch)
         if fails:
@@ -272,7 +272,7 @@ def test_an_update_is_between_what_was_given_before_and_after_it() -> None:
 @on_device()
 def test_a_training_may_move_to_another_stream() -> None:
     for stage in (0, 3):
-        with make_engine(Net(2), {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}) as engine:
+        with make_engine(net(2), {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": 2}) as engine:
             default, side = torch.accelerator.current_stream(), torch.Stream("pretend")
             for before, now in ((side, default), (default, side), (side, default)):
                 now.wait_stream(before)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,9 +21,8 @@ class Dtypes:
     accumulate: torch.dtype = torch.float32
 
 
-def fused_adamw(params: list[Tensor]) -> torch.optim.Optimizer:
-    """What ADAMW says, by torch's fused kernel."""
-    return torch.optim.AdamW(params, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
+# What ADAMW says, by torch's fused kernel.
+fused_adamw = partial(torch.optim.AdamW, lr=1e-2, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1, fused=True)
 
 
 def train_delayed(

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -317,18 +318,14 @@ def test_a_step_that_is_skipped_is_not_remembered(ranks: RankPool) -> None:
         assert_alike([outcome, expected])
 
 
-def amsgrad(params: Any) -> torch.optim.Optimizer:
-    """No rule of ours: each rank's part is a parameter of torch's optimizer, which counts steps."""
-    return torch.optim.Adam(params, amsgrad=True)
-
-
 def test_a_checkpoint_goes_on_with_the_same_bits(ranks: RankPool, tmp_path: Path) -> None:
     """That of PowerSGD with an optimizer of the config is asked in tests/laws."""
     case = signs(bf16={"enabled": True})
     trips = [Trip(case, case, steps_before=START + 2)]
     for stage in (0, 1):
         case = low_rank(stage, optimizer=None)
-        trips.append(Trip(case, case, {"optimizer": amsgrad}, steps_before=START + 2))
+        # No rule of ours: each rank's part is a parameter of torch's optimizer, which counts steps.
+        trips.append(Trip(case, case, {"optimizer": partial(torch.optim.Adam, amsgrad=True)}, steps_before=START + 2))
     before, after = (ranks(2, one, trips, tmp_path, 2)[0] for one in (save_trips, load_trips))
     assert [found.differences(expected) for found, expected in zip(after, before, strict=True)] == [[]] * len(trips)
 

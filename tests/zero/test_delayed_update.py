@@ -4,6 +4,7 @@ That no stage and no place of the states changes a bit of it is asked in tests/l
 """
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -157,11 +158,8 @@ def test_a_step_that_overflows_takes_over_and_starts_nothing(ranks: RankPool, tm
     assert [name for name, value in expected.state.items() if not torch.equal(outcome.state[name], value)] == []
 
 
-def rmsprop(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.RMSprop(params, lr=1e-3, momentum=0.5)
-
-
 def test_an_optimizer_of_the_caller_s_own_may_be_delayed(ranks: RankPool, tmp_path: Path) -> None:
     case = in_precision(MLP.at(0, config={"optimizer": None}), "bf16")
+    rmsprop = partial(torch.optim.RMSprop, lr=1e-3, momentum=0.5)
     expected = train_delayed(case, 2, torch.bfloat16, 2, make_optimizer=rmsprop)
     assert_all_same(ranks, [delayed(case, 3, tmp_path, after=2)], expected, optimizer=rmsprop)

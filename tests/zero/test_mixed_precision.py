@@ -1,5 +1,6 @@
 """bf16 against plain torch with the same casts, and the dtypes of sending and accumulating gradients."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,14 +68,10 @@ def test_a_backend_sums_in_the_communication_data_type(ranks: RankPool) -> None:
         assert_near(outcome, expected, 2**-8)
 
 
-def sgd(params: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=2**-4)
-
-
 def test_gradients_accumulate_in_grad_accum_dtype(ranks: RankPool) -> None:
     # By an update of the same bits on every processor: its last bit flips a rounding to bfloat16 in a later step.
     config = {"data_types": {"grad_accum_dtype": "bf16"}, "optimizer": {"type": "sgd", "params": {"lr": 2**-4}}}
     case = Case(models.mlp, models.vector_batch, accumulation=3, config=config)
-    expected = expected_of(case, accumulate=torch.bfloat16, make_optimizer=sgd)
+    expected = expected_of(case, accumulate=torch.bfloat16, make_optimizer=partial(torch.optim.SGD, lr=2**-4))
     for stage, outcome in zip(STAGES, ranks(2, train_all, [case.at(stage) for stage in STAGES])[0], strict=True):
         assert_near(outcome, expected, 1e-6 if stage >= 2 else 1e-2)  # below, each rank adds its microbatches first

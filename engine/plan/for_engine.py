@@ -6,9 +6,11 @@ Values for "auto" (`planned_config`), bytes for a memory report (`memory_predict
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -79,7 +81,7 @@ def _planned(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     # A plan must not change the random numbers of the training, for example those of a deferred model's weights.
     with torch.random.fork_rng(devices=[]):
-        made = plan_on(model, config, machine_here(world, num_hosts)[0], sample_batch, loss_fn)
+        made = plan_on(model, config, machine_here(world, num_hosts, config)[0], sample_batch, loss_fn)
     if not made.fits:
         missing = ", ".join(f"{gigabytes(nbytes)} GB of {where} on each rank" for where, nbytes in made.missing.items())
         raise ValueError(
@@ -90,8 +92,10 @@ def _planned(
     return dict(made.config), dict(made.reasons)
 
 
-def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
+def machine_here(world: World, num_hosts: int, config: Config) -> tuple[Machine, str]:
     """Return the machine of this world, with measured speeds if there are any, and its key in the factors of trials.
+
+    config: names the folders of offloads; the drive with the least free room counts.
 
     Raises ValueError if the file of measured speeds cannot be read.
     """
@@ -110,7 +114,10 @@ def machine_here(world: World, num_hosts: int) -> tuple[Machine, str]:
         logger.info("speeds of this machine are from %s", path)
     elif not is_cuda:
         logger.info("speeds of this machine are guessed; `lowtide env --measure` measures them")
-    machine = replace(machine, num_hosts=max(1, world.size // on_host), devices_per_host=on_host)
+    zero, saved = config.zero_optimization, config.activation_checkpointing.offload
+    folders = [section.nvme_path for section in (zero.offload_optimizer, zero.offload_param, saved)]
+    room = min((_free_bytes(folder) for folder in folders if folder is not None), default=machine.nvme_bytes)
+    machine = replace(machine, num_hosts=max(1, world.size // on_host), devices_per_host=on_host, nvme_bytes=room)
     return calibrated(machine, found.factor(key)), key
 
 
@@ -119,6 +126,12 @@ def _device_bytes(world: World, on_host: int) -> float:
         return float(torch.cuda.get_device_properties(world.device).total_memory)
     # At the start no rank of the host has its share in use yet.
     return psutil.virtual_memory().available / on_host
+
+
+def _free_bytes(folder: str) -> float:
+    """Return the free room on the drive of a folder, which need not exist yet."""
+    path = Path(folder).absolute()
+    return float(shutil.disk_usage(next(each for each in (path, *path.parents) if each.is_dir())).free)
 
 
 def memory_prediction(
@@ -173,7 +186,7 @@ def plans_of_trial(
 
     batch: a batch of the model; None: made, with `sequence` tokens.
     """
-    machine, key = machine_here(world, num_hosts)
+    machine, key = machine_here(world, num_hosts, config)
     if batch is None and sequence is not None:
         batch = made_batch(model if isinstance(model, nn.Module) else module_for_shapes(model), sequence)
     begun = time.monotonic()

@@ -1,6 +1,7 @@
 """The file of a machine's numbers, what is read between them, and the factors that trials add."""
 
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import lowtide
 from lowtide.bin.plan import main
 from lowtide.comm import World
+from lowtide.engine.config.config import Config
 from lowtide.engine.plan.for_engine import machine_here
 from lowtide.engine.plan.machine import Machine, calibrated, fit_factors
 from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve, device_key
@@ -188,19 +190,23 @@ def test_auto_begins_from_what_trials_have_found(tmp_path: Path, monkeypatch: py
     path = tmp_path / "machine.json"
     monkeypatch.setenv(VARIABLE, str(path))
     world = World.join("cpu", 60)
-    plain, key = machine_here(world, 1)
+    plain, key = machine_here(world, 1, Config())
     Measured({}, factors={key: Factors(2, 1), device_key("cpu", 2): Factors(7, 7)}).write(path)
-    found, _ = machine_here(world, 1)
+    found, _ = machine_here(world, 1, Config())
     world.leave()
     assert key == "cpu, 1 rank a host" and found.flops == plain.flops / 2 and found.nvme == plain.nvme
 
 
-def test_auto_offloads_to_the_memory_that_this_host_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_offloads_to_the_memory_that_this_host_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And to the room of the drive, in a folder that is made later."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=8e9))
     world: Any = SimpleNamespace(size=2, device=torch.device("cuda"))
-    found, _ = machine_here(world, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free={tmp_path: 5e9}[folder]))
+    away = {"offload_param": {"nvme_path": str(tmp_path / "new" / "folder")}}
+    found, _ = machine_here(world, 1, Config.load({"zero_optimization": away}))
     assert found.device_bytes == 8e9 and found.host_bytes <= psutil.virtual_memory().total
+    assert found.nvme_bytes == 5e9
 
 
 def test_the_command_plans_for_a_device_that_was_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,9 @@ class CheckpointFolder:
             self._delete(replaced)
 
     def _write_latest(self, tag: str) -> None:
-        write_durably(self.path / LATEST, (tag + "\n").encode())
+        new = self.path / tag / LATEST  # in the checkpoint's folder: another run may write its `latest` now
+        write_durably(new, (tag + "\n").encode())
+        os.replace(new, self.path / LATEST)
         sync_folder(self.path)
 
     def _manifests(self, warns: bool = False) -> dict[str, Manifest]:

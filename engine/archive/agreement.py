@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from ...checkpoint.files import CheckpointError
@@ -12,7 +12,7 @@ from ...offload import OffloadError
 
 
 @contextmanager
-def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
+def all_or_none(world: World, what: str, hint: str | Callable[[], str] = "") -> Iterator[None]:
     """Wrap a block that every rank enters. If a rank fails, every rank raises CheckpointError, with all causes."""
     found: Exception | None = None
     try:
@@ -23,7 +23,7 @@ def all_or_none(world: World, what: str, hint: str = "") -> Iterator[None]:
     raise_together(world, found, what, hint)
 
 
-def raise_together(world: World, error: BaseException | None, what: str, hint: str = "") -> None:
+def raise_together(world: World, error: BaseException | None, what: str, hint: str | Callable[[], str] = "") -> None:
     """Raise CheckpointError on every rank if any rank has an error. A collective; CollectiveError if a rank is lost."""
     own = None if error is None else _text(error)
     try:
@@ -32,7 +32,8 @@ def raise_together(world: World, error: BaseException | None, what: str, hint: s
         # The fault of this rank may be why the other rank has left, so the text has both.
         raise CollectiveError(f"{what}: {lost}" + (f" On this rank it failed: {own}." if own else "")) from lost
     if causes:
-        raise CheckpointError(f"{what} failed on {causes}" + (f". {hint}" if hint else "")) from error
+        advice = hint if isinstance(hint, str) else hint()
+        raise CheckpointError(f"{what} failed on {causes}" + (f". {advice}" if advice else "")) from error
 
 
 @contextmanager

@@ -203,13 +203,12 @@ class Checkpointer:
         CheckpointError if it is damaged or of another model.
         """
         self.wait()
-        target, tag, other = self._find(folder, tag)
+        target, tag = self._find(folder, tag)
         what = f"loading checkpoint '{tag}' from {target.path}"
-        hint = f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
         undo = ExitStack()
         # First everything that can fail without a change, or be undone. Below `changed` parameters and states follow.
         try:
-            with all_or_none(self._world, what, hint + "Nothing was changed."):
+            with all_or_none(self._world, what, partial(_offer, target, tag, "Nothing was changed.")):
                 checkpoint = target.open(tag)
                 weights, states = checkpoint.weights, checkpoint.states
                 training = read_training(checkpoint.manifest.training)
@@ -231,7 +230,7 @@ class Checkpointer:
                 load_states({"": scheduler}, {"": training["learning_rates"]["scheduler"]}, undo)
             faults = self._frozen.faults(checkpoint.manifest.left_out)
             if faults:
-                raise CheckpointError(f"{what}: {faults[0]}. {hint}Nothing was changed.")
+                raise CheckpointError(f"{what}: {faults[0]}. {_offer(target, tag, 'Nothing was changed.')}")
         except BaseException:
             undo.close()
             raise
@@ -240,7 +239,7 @@ class Checkpointer:
         in_it = [name for name in self._frozen.infos if name in weights.tensors]
         # `note_read` compares with these: values that only this checkpoint has must be in the next checkpoint too.
         before = self._frozen.digests(in_it) if self._config.checkpoint.exclude_frozen_parameters else {}
-        with all_or_none(self._world, what, hint + changed):
+        with all_or_none(self._world, what, partial(_offer, target, tag, changed)):
             params = self._named.whole.params
             self._optimizer.by_parameter.make_states(training["num_steps"], states_in(checkpoint), scalars, params)
             shared = self._named.has_replicas  # replicas read the same values, perhaps on this host
@@ -363,17 +362,16 @@ class Checkpointer:
 
     # -- pieces of `load` -----------------------------------------------------------------------------------------
 
-    def _find(self, path: str | os.PathLike[str], tag: str | None) -> tuple[CheckpointFolder, str, str | None]:
-        """Return the folder, the tag to load, and the newest other tag, as rank 0 sees the folder."""
-        found: tuple[str, str | None] | None = None
+    def _find(self, path: str | os.PathLike[str], tag: str | None) -> tuple[CheckpointFolder, str]:
+        """Return the folder, and the tag to load as rank 0 sees the folder."""
+        found: str | None = None
         absent = ""
         with all_or_none(self._world, f"looking for a checkpoint in {display_path(path)}"):
             folder = CheckpointFolder(path)
             if self._world.rank == 0:
                 try:
                     # Rank 0 alone: on a network disk another rank may not see the newest folder yet.
-                    chosen = folder.find(tag)
-                    found = (chosen, folder.alternative_to(chosen))
+                    found = folder.find(tag)
                 except NoCheckpointError as error:
                     absent = str(error)
                     if (folder.path / "island0").is_dir():
@@ -383,7 +381,7 @@ class Checkpointer:
         found, absent = self._world.broadcast_object((found, absent))
         if found is None:
             raise NoCheckpointError(absent)
-        return folder, *found
+        return folder, found
 
     def _read_buffers(self, source: CheckpointReader) -> None:
         for name, buffer in self._named.buffers().items():
@@ -452,6 +450,14 @@ _NOW_FROZEN = (
     "and their optimizer states are dropped. To train them on, call engine.add_param_group before the load"
 )
 _AVERAGES_BEGIN = "the checkpoint has no moving averages of the weights: they restart from the loaded weights"
+
+
+def _offer(folder: CheckpointFolder, tag: str, result: str) -> str:
+    """Return the hint of a failed load. Reads the description of every checkpoint in the folder."""
+    other = folder.alternative_to(tag)
+    return (
+        f"The newest other checkpoint is '{other}': load_checkpoint(folder, tag=\"{other}\"). " if other else ""
+    ) + result
 
 
 def _prefixed(prefix: str, chunk_view: ChunkView) -> ChunkView:

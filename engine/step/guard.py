@@ -278,7 +278,11 @@ def _watched(groups: Sequence[ShardedGroup]) -> list[ShardedGroup]:
     The copy does not see a change of the caller.
     """
     are_shared = any(group.axes.copies_are_shared for group in groups)
-    return [group for group in groups if are_shared or group.frees_memory or group.plan.dtype.itemsize < 4]
+
+    def has_masters(group: ShardedGroup) -> bool:
+        return group.plan.dtype.itemsize < 4 and group.plan.role is not Role.FROZEN
+
+    return [group for group in groups if are_shared or group.frees_memory or has_masters(group)]
 
 
 def _changed_by_forwards(module: nn.Module) -> set[int]:

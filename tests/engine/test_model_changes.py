@@ -141,6 +141,7 @@ def test_a_change_of_bf16_weights_is_named_on_one_rank_too(stage: int) -> None:
     )
     for change in (change_through_data, change_first_row_through_data):
         assert "was changed through .data, but" in refusal(change_and_step, change, stage, BF16)
+    change_and_step(lambda model: model.position.data.mul_(0.5), stage, BF16)  # frozen, so it has no master weights
 
 
 NAME = "blocks.0.weight"

@@ -258,53 +258,34 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return SGD(model.parameters())
 
 
-def with_modes(model: nn.Module) -> torch.optim.Optimizer:
-    return ScheduleFree(model.parameters(), lr=0.1)
-
-
-def dummy(model: nn.Module) -> DummyOptim:
-    return DummyOptim(model.parameters())
-
-
-def dummy_groups(model: nn.Module) -> DummyOptim:
-    return DummyOptim([{"params": list(model.parameters())}])
-
-
-def dummy_schedule(model: nn.Module) -> DummyScheduler:
-    return DummyScheduler(sgd(model))
-
-
-def rows_of_3(_: nn.Module) -> DataLoader[Any]:
-    loader: DataLoader[Any] = objects()[2]
-    return loader
-
-
-PLAIN = accelerate.ParallelismConfig(dp_replicate_size=1)
+MAKERS: dict[str, Callable[[nn.Module], Any]] = {
+    "sgd": sgd,
+    "with modes": lambda model: ScheduleFree(model.parameters(), lr=0.1),
+    "dummy": lambda model: DummyOptim(model.parameters()),
+    "dummy of groups": lambda model: DummyOptim([{"params": list(model.parameters())}]),
+    "dummy schedule": lambda model: DummyScheduler(sgd(model)),
+    "rows of 3": lambda model: objects()[2],
+}
+PLAIN = {"parallelism_config": accelerate.ParallelismConfig(dp_replicate_size=1)}
+MIXED, EAGER = {"mixed_precision": "bf16"}, {"dynamo_backend": "eager"}
 OF_CONFIG = {"optimizer": {"type": "AdamW", "params": {"lr": 1.0}}}
-REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[Callable[[nn.Module], Any], ...]]] = {
+ROWS_OF_5, BLOCKS = {"train_micro_batch_size_per_gpu": 5}, {"compile": {"blocks": True}}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     # Sections of the config, options of the Accelerator, and what is prepared beside the model.
     'mixed_precision: expected "no", "bf16" or "fp16" with lowtide, found "fp8"': ({}, {"mixed_precision": "fp8"}, ()),
-    "found false, but mixed_precision='bf16'; there is one compute dtype": (
-        {"bf16": {"enabled": False}},
-        {"mixed_precision": "bf16"},
-        (),
-    ),
+    "found false, but mixed_precision='bf16'; there is one compute dtype": ({"bf16": {"enabled": False}}, MIXED, ()),
     "(Accelerator(gradient_accumulation_steps)), found 4": ({"gradient_accumulation_steps": 4}, {}, ()),
-    "expected only lowtide to divide the model, found a parallelism_config too": (
-        {},
-        {"parallelism_config": PLAIN},
-        (),
-    ),
-    "expected one optimizer for a model, found 2": ({}, {}, (sgd, sgd)),
-    "expected an optimizer without modes, found ScheduleFree": ({}, {}, (with_modes,)),
-    "a DummyOptim needs an optimizer in the config, found none": ({}, {}, (dummy,)),
-    "a DummyScheduler needs a scheduler in the config, found none": ({}, {}, (sgd, dummy_schedule)),
-    "expected a DummyOptim over parameters, found parameter groups": (OF_CONFIG, {}, (dummy_groups,)),
-    'expected "auto" or 3 (the data loader), found 5': ({"train_micro_batch_size_per_gpu": 5}, {}, (sgd, rows_of_3)),
+    "expected only lowtide to divide the model, found a parallelism_config too": ({}, PLAIN, ()),
+    "expected one optimizer for a model, found 2": ({}, {}, ("sgd", "sgd")),
+    "expected an optimizer without modes, found ScheduleFree": ({}, {}, ("with modes",)),
+    "a DummyOptim needs an optimizer in the config, found none": ({}, {}, ("dummy",)),
+    "a DummyScheduler needs a scheduler in the config, found none": ({}, {}, ("sgd", "dummy schedule")),
+    "expected a DummyOptim over parameters, found parameter groups": (OF_CONFIG, {}, ("dummy of groups",)),
+    'expected "auto" or 3 (the data loader), found 5': (ROWS_OF_5, {}, ("sgd", "rows of 3")),
     "compile: found both the section in the config and torch_compile (or a dynamo_backend) in the": (
-        {"compile": {"blocks": True}},
-        {"dynamo_backend": "eager"},
-        (sgd,),
+        BLOCKS,
+        EAGER,
+        ("sgd",),
     ),
 }
 
@@ -316,7 +297,7 @@ def test_what_cannot_hold_is_an_error(said: str) -> None:
 
     def prepare() -> None:
         accelerator, model = accelerator_of(stage(3, **sections), **options), Mlp()
-        accelerator.prepare(model, *(make(model) for make in makers))
+        accelerator.prepare(model, *(MAKERS[name](model) for name in makers))
 
     assert said in refusal(prepare)
 

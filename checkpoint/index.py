@@ -191,7 +191,9 @@ class Manifest(FileContent):
         try:
             text = read_regular(path)
         except FileNotFoundError:
-            raise CheckpointError(f"{path}: expected the description of a checkpoint, found no such file") from None
+            is_other = any(path.parent.glob("*mp_rank_*_model_states.pt"))
+            instead = "files of DeepSpeed: convert them by `lowtide checkpoint import`" if is_other else "no such file"
+            raise CheckpointError(f"{path}: expected the description of a checkpoint, found {instead}") from None
         except OSError as error:
             raise CheckpointError(f"{path}: expected the description of a checkpoint: {error.strerror}") from error
         try:

@@ -16,6 +16,7 @@ from torch import nn
 import lowtide.deepspeed as deepspeed
 from lowtide.bin.checkpoint import main
 from lowtide.checkpoint.files import CheckpointError, NoCheckpointError
+from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.deepspeed.checkpoint_files import load_pickle, read_deepspeed
 from lowtide.deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.integrations.deepspeed.scripts import DATA, batches, config, engine_of, layers, net, train
@@ -320,6 +321,8 @@ def test_what_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     assert said in refusal(read_deepspeed, tmp_path, kind=NoCheckpointError)
     said = "with the tag 'x', found global_step12. Choose one by --tag"
     assert said in refusal(read_deepspeed, DATA / "stage0", "x", kind=NoCheckpointError)
+    said = "lowtide.json: expected the description of a checkpoint, found files of DeepSpeed: convert them by `lowtide "
+    assert said in refusal(CheckpointFolder(DATA / "stage0").open, kind=CheckpointError)
     (tmp_path / "t").mkdir()
     (tmp_path / "t" / "mp_rank_00_model_states.pt").write_text(json.dumps({}))
     assert "expected a file written by torch.save" in refusal(read_deepspeed, tmp_path, "t", kind=CheckpointError)

@@ -142,7 +142,6 @@ def test_a_delayed_update_is_averaged_when_it_is_made(precision: dict[str, Any])
     assert torch.equal(shown, expected)
 
 
-@on_ranks(2)
 def test_they_are_the_same_wherever_weights_and_states_rest(tmp_path: Path) -> None:
     file = {"device": "nvme", "nvme_path": str(tmp_path)}
     offloads: list[dict[str, Any]] = [

@@ -288,9 +288,9 @@ def train_case(case: Case, by_run: bool) -> Trained:
     return train(case.build, case.as_config(), case.steps, take)
 
 
-@pytest.mark.parametrize("by_run", [False, True])
-@on_ranks(2)
-def test_blocks_are_one_graph_and_compute_the_same(by_run: bool) -> None:
+@pytest.mark.parametrize(("size", "by_run"), [(2, False), (1, True)])
+@on_ranks("size")
+def test_blocks_are_one_graph_and_compute_the_same(size: int, by_run: bool) -> None:
     recomputed = SOCKETS | {"activation_checkpointing": {"every": 1}}
     offload = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     plain, _ = train_case(CASE.at(0), by_run)

@@ -312,7 +312,6 @@ def test_the_gradient_so_far_is_that_of_torch(ranks: RankPool, world_size: int) 
 
 
 @pytest.mark.parametrize("precision", [BF16, {}], ids=["bf16", "fp32"])
-@on_ranks(2)
 def test_what_rests_elsewhere_is_shown_and_set_alike(tmp_path: Path, precision: dict[str, Any]) -> None:
     """Offload of states and parameters to memory and files, and speculative updates: the bits of no offload."""
     file = {"device": "nvme", "nvme_path": str(tmp_path)}

@@ -29,8 +29,11 @@ def change_through_data(model: Any) -> None:
 
 
 def change_in_each_forward(model: Any) -> None:
-    # No rank looks at the values before its forward while another rank changes them.
-    model.register_forward_pre_hook(lambda *_: (dist.barrier(), change_through_data(model))[1])
+    def change(*_: object) -> None:
+        dist.barrier()  # no rank looks at the values before its forward while another rank changes them
+        change_through_data(model)
+
+    model.register_forward_pre_hook(change)
 
 
 def change_in_a_method(self: Any) -> None:

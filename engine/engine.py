@@ -193,7 +193,7 @@ class Engine(ModuleFacade):
         """Run an optimizer step on this rank's share of a global batch, or on an iterator of microbatches.
 
         Raises NonFiniteGradientError if a gradient is not finite (float16 skips the step instead). If all ranks raise
-        the same error before the update, the next call begins a new step without old gradients.
+        an error before the update, the next call begins a new step without old gradients.
         """
         self._check_trains("engine.train_step")
         try:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,16 +26,14 @@ SEGMENT = "lowtide.comm.shared_segment"
 REAL_OPEN = os.open
 
 
-def has_no_room(*args: Any) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
+@dataclass(frozen=True)
+class Raises:
+    """A function that fails; ranks get it by value."""
 
+    error: Exception
 
-def may_not_create(*args: Any) -> None:
-    raise OSError(errno.EACCES, "Permission denied")
-
-
-def nothing_free() -> int:
-    return 0
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise self.error
 
 
 def is_read_only(path: str, *args: Any) -> int:
@@ -43,8 +42,9 @@ def is_read_only(path: str, *args: Any) -> int:
     return REAL_OPEN(path, *args)
 
 
-def cannot_map(*args: Any, **kwargs: Any) -> None:
-    raise RuntimeError("unable to open file: Permission denied (13)")
+HAS_NO_ROOM = Raises(OSError(errno.ENOSPC, "No space left on device"))
+MAY_NOT_CREATE = Raises(OSError(errno.EACCES, "Permission denied"))
+CANNOT_MAP = Raises(RuntimeError("unable to open file: Permission denied (13)"))
 
 
 def create(transport: str, ranks: tuple[int, ...], patched: str, by: Any, later: bool) -> tuple[str, str, list[str]]:
@@ -77,31 +77,24 @@ SOCKETS = 'or set "communication": {"transport": "sockets"}'
     [
         (
             f"{SEGMENT}.os.posix_fallocate",
-            has_no_room,
+            HAS_NO_ROOM,
             (0, 1),
             False,
             "counters: expected ",
             [" free bytes in /dev/shm, found ", f"--shm-size), {SOCKETS}"],
         ),
-        (
-            f"{SEGMENT}.os.open",
-            may_not_create,
-            (0, 1),
-            False,
-            "",
-            ["cannot create a file in /dev/shm", "Permission den"],
-        ),
+        (f"{SEGMENT}.os.open", MAY_NOT_CREATE, (0, 1), False, "", ["cannot create a file in /dev/shm", "Permission d"]),
         (
             "torch.from_file",
-            cannot_map,
+            CANNOT_MAP,
             (1,),
             False,
             f"counters: {MAPPING}",
             ['(unable to open file: Permission denied (13)). Set "communication": {"transport": "sockets"}.'],
         ),
         # What is mapped after the counters.
-        ("os.posix_fallocate", has_no_room, (0,), True, "gradients: expected 16384 free bytes in /dev/shm, found", []),
-        ("torch.from_file", cannot_map, (1,), True, f"gradients: {MAPPING}", []),
+        ("os.posix_fallocate", HAS_NO_ROOM, (0,), True, "gradients: expected 16384 free bytes in /dev/shm, found", []),
+        ("torch.from_file", CANNOT_MAP, (1,), True, f"gradients: {MAPPING}", []),
     ],
 )
 def test_shared_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(
@@ -116,7 +109,7 @@ def test_shared_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(
 @pytest.mark.parametrize(
     ("patched", "by", "why"),
     [
-        ("free_shared_bytes", nothing_free, "/dev/shm has 0 bytes free, and 1,048,576 are needed"),
+        ("free_shared_bytes", int, "/dev/shm has 0 bytes free, and 1,048,576 are needed"),
         ("FOLDER", "/nowhere", "/nowhere has 0 bytes free, and 1,048,576 are needed"),
         (
             "os.open",
@@ -125,7 +118,7 @@ def test_shared_memory_that_one_rank_does_not_get_is_an_error_on_every_rank(
         ),
         (
             "os.posix_fallocate",
-            has_no_room,
+            HAS_NO_ROOM,
             "shared memory for a first page: expected 4096 free bytes in /dev/shm, found",
         ),
     ],

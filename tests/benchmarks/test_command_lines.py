@@ -72,9 +72,7 @@ def test_deepspeed_needs_an_interpreter_that_has_it(
 
 
 def test_a_system_that_does_not_tell_its_memory_is_refused(
-    helper: Helper,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    helper: Helper, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     compare, largest = helper("compare"), helper("largest")
     monkeypatch.setattr(helper("_worker"), "supported", lambda: False)

@@ -68,11 +68,7 @@ def test_a_folder_without_reports(tmp_path: Path, capsys: Capture) -> None:
     assert main([str(tmp_path)]) == 1
     assert "expected a file that engine.memory_report().save() has written" in capsys.readouterr().err
     for name, content, text in (
-        (
-            "metrics.csv",
-            "epoch,loss\n0,1.5\n",
-            "expected a folder with metrics.csv (csv_monitor), a profile or a",
-        ),
+        ("metrics.csv", "epoch,loss\n0,1.5\n", "expected a folder with metrics.csv (csv_monitor), a profile or a"),
         ("profile-rank0.json", "{", "profile-rank0.json: expected a profile that lowtide has written"),
     ):
         (tmp_path / name).write_text(content)

@@ -119,13 +119,7 @@ class HostsJob(Job):
     hang_seconds = 120.0
 
     def __init__(
-        self,
-        network: Network,
-        folder: Path,
-        source: str,
-        *options: str,
-        at: str = "login",
-        **given: Any,
+        self, network: Network, folder: Path, source: str, *options: str, at: str = "login", **given: Any
     ) -> None:
         self.network, self._at = network, at
         super().__init__(folder, source, *options, **given)

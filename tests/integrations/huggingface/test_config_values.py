@@ -192,11 +192,7 @@ ONE_CYCLE = {"optimizer": AUTO["optimizer"], "scheduler": {"type": "OneCycle"}}
         (ZERO3, {"bf16_full_eval": True}, "bf16_full_eval needs bf16=True"),
         (AUTO, {"optim": "sgd"}, "found optim=sgd: the config has an optimizer"),
         (AUTO, {"optim_args": "amsgrad=True"}, "found optim_args=amsgrad=True: the config has an optimizer"),
-        (
-            AUTO,
-            {"lr_scheduler_kwargs": {"num_cycles": 2}},
-            "found lr_scheduler_kwargs={'num_cycles': 2}: the config",
-        ),
+        (AUTO, {"lr_scheduler_kwargs": {"num_cycles": 2}}, "found lr_scheduler_kwargs={'num_cycles': 2}: the config"),
         (ONE_CYCLE, {"warmup_steps": 2}, 'found warmup_steps=2: the scheduler "OneCycle" of the config has no warmup'),
         (AUTO, {"lr_scheduler_type": "cosine"}, "found lr_scheduler_type=cosine: the config has a scheduler"),
         (AUTO, {"auto_find_batch_size": True}, "a training with smaller batches would go on with the schedule of the "),

@@ -60,12 +60,7 @@ def run(folder: str, build: Any, config: dict[str, Any] | None, **options: Any) 
 
 CASES: dict[str, tuple[int, Any, dict[str, Any], dict[str, Any]]] = {
     "expert": (2, mixtral, stage(3, parallel={"expert": 2}), {}),
-    "tensor x data": (
-        4,
-        two_heads,
-        stage(3, parallel={"tensor": 2}),
-        {"train_sampling_strategy": "batch_rebalance"},
-    ),
+    "tensor x data": (4, two_heads, stage(3, parallel={"tensor": 2}), {"train_sampling_strategy": "batch_rebalance"}),
     "sequence x data": (
         4,
         two_heads,

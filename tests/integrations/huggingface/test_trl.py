@@ -10,15 +10,7 @@ import pytest
 import torch
 
 from lowtide.huggingface import LowtideMixin
-from tests.integrations.huggingface.trainings import (
-    Outcome,
-    Sentences,
-    apart,
-    closed,
-    llama,
-    outcome_of,
-    stage,
-)
+from tests.integrations.huggingface.trainings import Outcome, Sentences, apart, closed, llama, outcome_of, stage
 from tests.kit.hugging_face import NUM_TOKENS
 from tests.kit.ranks import RankPool
 

@@ -200,12 +200,12 @@ def _size(count: float) -> str:
 
 def _parse_costs(text: str) -> tuple[float, float, float]:
     try:
-        forward, input_backward, weight_backward = map(float, text.split(","))
-    except ValueError:
-        forward = input_backward = weight_backward = -1.0
-    if min(forward, input_backward, weight_backward) < 0 or forward + input_backward + weight_backward == 0:
+        found = [_parse_time(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        found = []
+    if len(found) != 3 or not any(found):
         raise argparse.ArgumentTypeError(f'expected three times F,I,W, for example 1,1.2,0.8, found "{text}"')
-    return forward, input_backward, weight_backward
+    return found[0], found[1], found[2]
 
 
 def _parse_time(text: str) -> float:

@@ -152,6 +152,13 @@ def test_a_schedule_that_cannot_take_the_microbatches_is_named(capsys: Capture) 
     assert "dualpipe-v" not in {row[1] for row in table(out)}
 
 
+@pytest.mark.parametrize("costs", ["1,2", "0,0,0", "-1,1,1", "nan,1,1", "1,1,inf"])
+def test_costs_that_are_no_times_are_refused(costs: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", "--ranks", "2", "--microbatches", "2", f"--costs={costs}"])
+    assert f'expected three times F,I,W, for example 1,1.2,0.8, found "{costs}"' in capsys.readouterr().err
+
+
 # -- the help and the page ------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ import torch
 from ...comm import EXCHANGE_SLOTS, ParallelDims, exchange_slot_bytes, regions_of
 from ...comm.shared_memory import counters_bytes
 from ...comm.shared_segment import page_aligned
+from ...kernels.optimizer_states import SCALE_SUFFIX
 from ...kernels.optimizer_step import chunk_numel
 from ...kernels.quantized_blocks import quantized_bytes
 from ...offload import FileStore, round_up
@@ -519,6 +520,22 @@ class Footprint:
 
     def _copied_chunks(self, group: GroupPlan) -> list[int]:
         return self.chunks(group) if self._blueprint.offload_plan.states is Placement.HOST else []
+
+    def snapshot(self) -> int:
+        """Return the bytes of host memory that `checkpoint.async` keeps beside an accelerator. No moment includes them.
+
+        They hold this rank's part of the weights and of their elementwise states, 8-bit states as float32.
+        """
+        if not (self._is_on_accelerator and self._blueprint.config.checkpoint.asynchronous):
+            return 0
+        updated, total = {id(group) for group in self._plan.updated}, 0
+        for group in self._plan.groups:
+            kinds = self._kinds(group) if id(group) in updated else {}
+            sizes = {name: 4 if name + SCALE_SUFFIX in kinds else dtype.itemsize for name, (dtype, _) in kinds.items()}
+            weight = sizes.pop(MASTER, group.dtype.itemsize)
+            each = weight + sum(size for name, size in sizes.items() if not name.endswith(SCALE_SUFFIX))
+            total += group.layout.shard_numel * each // self._counts(group.sharding).replicas
+        return total
 
     def _second_on_host(self, group: GroupPlan, moment: MemoryPhase) -> list[int]:
         """Return the parts of second versions that the host holds for a model on an accelerator."""

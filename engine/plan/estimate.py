@@ -484,7 +484,7 @@ class Resting:
         in_update = sum(copies.values()) + direction
         # PowerSGD's message is gone before the update makes its temporaries.
         after = rests + max(in_update, footprint.thin_message()) + reduced.gradients
-        host = reduced.host + (0 if in_device_memory else passing) + on_host
+        host = reduced.host + (0 if in_device_memory else passing) + on_host + footprint.snapshot()
         used_up = {group.name: footprint.passing(group) for group in plan.trained}
         trained, file = tuple(plan.trained), reduced.file
         return cls(footprint, blueprint, trained, kinds, rests, in_update, after, host, file, by_group, used_up, copies)

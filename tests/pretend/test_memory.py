@@ -341,6 +341,23 @@ def assert_held(by_rank: list[list[str]]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize(
+    ("stage", "more"),
+    [(0, BF16), (3, FP32), (2, {"optimizer": {"type": "adamw", "params": {"lr": 1e-3, "state_dtype": "int8"}}})],
+)
+@on_device(2)
+def test_a_checkpoint_in_the_background_takes_what_is_said(stage: int, more: dict[str, Any], tmp_path: Path) -> None:
+    register()
+    wide = partial(models.linear_chain, 512, 2)  # little of it is padding
+    config = settings(stage, train_micro_batch_size_per_gpu=2, checkpoint={"async": True}, **more)
+    with lowtide.initialize(wide(), config) as engine:
+        engine.train_step((torch.ones(2, 512),))
+        engine.save_checkpoint(tmp_path)
+        said = Footprint(blueprint_of(wide, config, 2), engine.rank).snapshot()
+        pool = engine._archive.checkpoints._pool
+    assert pool is not None and pool.peak_bytes == pytest.approx(said, rel=0.02)
+
+
 @on_device(2)
 def test_a_recorded_step_has_the_peak_of_the_allocator() -> None:
     """What its allocator counts is what the report says."""

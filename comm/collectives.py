@@ -109,7 +109,7 @@ class Collectives:
         if not most:
             return out
         self._reserve(most * x.element_size())
-        numels = [[count * width for count in row] for row in counts]
+        numels = counts if width == 1 else [[count * width for count in row] for row in counts]
         self._axis.transport.swap(out.view(-1), x.view(-1), numels, what).wait()
         return out
 

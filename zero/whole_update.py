@@ -56,8 +56,7 @@ class MatrixTrip:
         if self.is_repeated:
             return {i: values[s.in_flat] for i, s in enumerate(param_views) if self.owners[i] == place}
         given = [values[p.in_shard] for p in self._to_owners(place)]
-        counts = self._counts()
-        arrived = self._swap(_joined(given, values), counts, f"matrices of {self.group.plan.name}")
+        arrived = self._swap(_joined(given, values), self._counts, f"matrices of {self.group.plan.name}")
         owned = {
             i: values.new_empty(param_view.numel) for i, param_view in enumerate(param_views) if self.owners[i] == place
         }
@@ -80,7 +79,7 @@ class MatrixTrip:
             if param_shard.index in owned
         ]
         # The way back: transposed.
-        counts = tuple(zip(*self._counts(), strict=True))
+        counts = tuple(zip(*self._counts, strict=True))
         joined = _joined(given, values)
         given.clear()
         owned.clear()  # the results have the size of a shard: not twice beside what arrives
@@ -98,6 +97,7 @@ class MatrixTrip:
         """The pieces of a rank, in the order of their owners."""
         return sorted(self.param_shards[place], key=lambda param_shard: self.owners[param_shard.index])
 
+    @cached_property
     def _counts(self) -> tuple[tuple[int, ...], ...]:
         """[i][j]: number of elements that rank i has of the matrices of rank j."""
         found = [[0] * self.exchange.size for _ in self.param_shards]

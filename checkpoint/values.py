@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import math
+from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,8 +27,9 @@ _TAG = "$type"
 def encode(value: Any, where: str) -> Any:
     """Convert a value to JSON.
 
-    Takes None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and scalars, and tensors up to 64
-    MiB. Raises ValueError, with the place below `where`, for other types and for too deep nesting.
+    Takes None, bool, int, float, str, bytes, list, tuple, dict, set, NumPy arrays and scalars, tensors up to 64 MiB,
+    their dtypes, and the arguments of argparse, which Megatron's scripts save. Raises ValueError, with the place below
+    `where`, for other types and for too deep nesting.
     """
     try:
         encoded = _encode(value, where)
@@ -74,6 +76,10 @@ def _encode(value: Any, where: str) -> Any:
         return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
     if isinstance(value, Mapping):
         return _encode_mapping(value, where)
+    if isinstance(value, Namespace):
+        return {_TAG: "namespace", "items": _encode_mapping(vars(value), where)}
+    if isinstance(value, torch.dtype):
+        return {_TAG: "dtype", "name": name_of(value)}
     if type(value) is list:
         return [_encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -144,6 +150,8 @@ def _decode_array(value: dict[str, Any]) -> Any:
 
 _DECODERS: Mapping[str, Callable[[dict[str, Any]], Any]] = {
     "float": lambda value: float(value["value"]),
+    "namespace": lambda value: Namespace(**_decode(value["items"])),
+    "dtype": lambda value: dtype_named(value["name"]),
     "tuple": lambda value: tuple(_decode(item) for item in value["items"]),
     "set": lambda value: {_decode(item) for item in value["items"]},
     "frozenset": lambda value: frozenset(_decode(item) for item in value["items"]),

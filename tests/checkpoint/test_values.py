@@ -2,6 +2,7 @@
 
 import json
 import math
+from argparse import Namespace
 from collections import Counter, OrderedDict, namedtuple
 from itertools import product
 from typing import Any
@@ -25,6 +26,7 @@ MAPPINGS: list[Any] = [
     {1: "a", "1": "b"},
     {(1, 2): {3.5: None}, True: 0},
     {frozenset({1, 2}): b"x"},
+    Namespace(lr=0.1, dtype=torch.bfloat16, model=Namespace(sizes=(1, 2))),
 ]
 SETS: list[Any] = [set(), {1, "a", (2, 3), frozenset({4})}, frozenset({frozenset(), (1,)})]
 

@@ -185,9 +185,11 @@ class ShardedGroup:
         """Return the name of a parameter in memory that is no view of `full` any more: its `.data` was assigned."""
         if self.frees_memory and self.sharded_state is not ShardedState.UNSHARDED:
             return None
-        addresses, expected = ([*map(Tensor.data_ptr, tensors)] for tensors in (self.params, self._views))
-        named = zip(self.layout.names, addresses, expected, strict=True)
-        return next((name for name, address, own in named if address != own), None)
+        found, expected = [*map(Tensor.data_ptr, self.params)], [*map(Tensor.data_ptr, self._views)]
+        if found == expected:
+            return None
+        named = zip(self.layout.names, found, expected, strict=True)
+        return next(name for name, address, own in named if address != own)
 
     # -- full and sharded -----------------------------------------------------------------------------------------
 

@@ -203,13 +203,13 @@ class ModelGuard(StepFeature):
         self._updated = [p for group, _, p in members if group.plan.role is not Role.FROZEN]
         grown = set(map(id, self._updated))
         self._grows = [int(id(param) in grown) for _, param in self._watched]
-        self._versions: list[int] = []
+        self._versions: list[int] = []  # how often each watched parameter was changed in place
         self.after_change()
 
     def after_change(self) -> None:
         """Accept the parameters as they are now."""
         with torch._C.DisableTorchFunctionSubclass():
-            self._versions = self._versions_now()
+            self._versions = [*map(_VERSION, map(_PARAM, self._watched))]
 
     def after_update(self, skipped: bool) -> None:
         """Mark the parameters as changed: autograd refuses a backward of earlier graphs, as after a step of torch."""
@@ -232,7 +232,7 @@ class ModelGuard(StepFeature):
                         f"parameter '{name}': expected requires_grad=False as at lowtide.initialize, found True; it is "
                         "in no group of the optimizer; add it by engine.optimizer.add_param_group"
                     )
-            versions = self._versions_now()
+            versions = [*map(_VERSION, map(_PARAM, self._watched))]
             for group in self._groups:
                 if (name := group.assigned()) is not None:
                     raise ValueError(
@@ -243,10 +243,6 @@ class ModelGuard(StepFeature):
             pairs = zip(self._watched, versions, self._versions, strict=True)
             name = next(name for (name, _), version, before in pairs if version != before)
             raise ValueError(_CHANGED.format(name=name, how="in place"))
-
-    def _versions_now(self) -> list[int]:
-        """Return how often each watched parameter was changed in place."""
-        return list(map(_VERSION, map(_PARAM, self._watched)))
 
     def _check_places(self) -> None:
         """Raise ValueError if another parameter stands at a name. Else accept the modules as they are now."""

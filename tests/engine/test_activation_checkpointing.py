@@ -76,16 +76,11 @@ def test_recomputed_blocks_change_their_buffers_once() -> None:
         assert [name for name, value in states[0].items() if not torch.equal(value, state[name])] == []
 
 
-def engine_with(every: int) -> lowtide.Engine:
-    torch.manual_seed(0)
-    return lowtide.initialize(models.tiny_gpt(), settings(activation_checkpointing={"every": every}))
-
-
 def test_large_ends_are_not_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_MIN_END_NUMEL", 1)
     calls = Counter[str]()
     names = ("embedding", "blocks.0.norm", "blocks.1.norm", "blocks.2.norm", "head")
-    with engine_with(2) as engine:
+    with lowtide.initialize(models.tiny_gpt(), settings(activation_checkpointing={"every": 2})) as engine:
         for name in names:
             engine.module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: calls.update([name]))
         engine.train_step(models.token_batch(0, 2))

@@ -161,16 +161,9 @@ def test_a_graph_is_made_beside_gradients_that_are_reduced() -> None:
     assert compiled_losses == losses and differences(compiled_state, state) == []
 
 
-EAGER = {"backend": "eager", "fullgraph": True}
-
-
-def compiled_blocks() -> Any:
-    return compiled("blocks wrapped", steps_of_nine(), EAGER)
-
-
 def test_after_close_the_model_is_compiled_as_it_was() -> None:
     with_a_new_compiler()
-    model, backend = compiled_blocks(), Counting()
+    model, backend = compiled("blocks wrapped", steps_of_nine(), {"backend": "eager", "fullgraph": True}), Counting()
     model.compile(backend=backend)
     names, wrapped, call = list(model.state_dict()), model.blocks[0], model._compiled_call_impl
     with lowtide.initialize(model, SMALL.as_config()) as engine:

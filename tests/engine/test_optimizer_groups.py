@@ -50,10 +50,6 @@ def of_all(model: Any) -> list[Tensor]:
     return list(model.parameters())
 
 
-def of_last(model: Any) -> list[Tensor]:
-    return list(model.last.parameters())
-
-
 def unfreeze(model: Any, optimizer: Any = None, step: int = 0) -> None:
     """A block a step; then one is frozen again."""
     for index, layer in enumerate(model.layers):
@@ -85,7 +81,7 @@ def adding(model: Any) -> Before:
 KINDS: dict[str, tuple[Callable[[Any], None], Callable[[Any], Any], Callable[[Any], Before]]] = {
     "some": (nothing, some, lambda model: nothing),
     "frozen": (unfreeze, of_all, lambda model: partial(unfreeze, model)),
-    "late": (freeze_all_but_last, of_last, adding),
+    "late": (freeze_all_but_last, lambda model: list(model.last.parameters()), adding),
 }
 
 

@@ -53,10 +53,6 @@ class Widened(Net):
         return loss
 
 
-def frozen() -> nn.Module:
-    return Net().requires_grad_(False)
-
-
 def quantized() -> nn.Module:
     linear = nn.Linear(2, 2)
     linear.weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)), requires_grad=False)
@@ -112,11 +108,6 @@ def incomplete_launch() -> None:
     initialize()
 
 
-def gather_a_stranger() -> None:
-    with initialize().gathered(nn.Parameter(torch.zeros(1))):
-        pass
-
-
 MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     "wrong rows": (
         lambda: step_on(3),
@@ -145,7 +136,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "ValueError: model: expected a module with parameters, found Identity without any",
     ),
     "nothing to train": (
-        lambda: initialize(frozen),
+        lambda: initialize(lambda: Net().requires_grad_(False)),
         "ValueError: model: expected a parameter that requires a gradient, found 6 parameters that do not; "
         "call requires_grad_(True) on the parameters to train",
     ),
@@ -242,7 +233,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "run a single process.",
     ),
     "parameter of another model": (
-        gather_a_stranger,
+        lambda: initialize().gathered(nn.Parameter(torch.zeros(1))).__enter__(),
         "ValueError: gathered: expected parameters of the engine's module, found 1 that are not; pass the "
         "parameters themselves",
     ),

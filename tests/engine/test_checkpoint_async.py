@@ -1,6 +1,5 @@
 """When a checkpoint is made and under which name; in the background its moment is saved, and nothing is lost."""
 
-import errno
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ from lowtide.comm import CollectiveError
 from lowtide.engine.archive import save_job
 from lowtide.engine.archive.save_job import SaveJob
 from lowtide.offload import SequentialFile
-from tests.engine.saving import GLOBAL_ROWS, engine_for, load_and_go_on, run_steps, saved_tensors
+from tests.engine.saving import GLOBAL_ROWS, engine_for, load_and_go_on, no_space, run_steps, saved_tensors
 from tests.engine.scripts import run_on_two_ranks
 from tests.kit.models import mlp, short_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool, on_ranks
@@ -101,10 +100,6 @@ def test_a_second_save_and_a_load_wait_for_what_is_being_saved(tmp_path: Path) -
             engine.load_checkpoint(tmp_path, "c")
         assert run_steps(engine, MLP, 2, 2).losses == later
     assert CheckpointFolder(tmp_path).tags() == ["a", "b", "c"]
-
-
-def no_space(*args: object) -> int:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @on_ranks(2)

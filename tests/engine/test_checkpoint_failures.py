@@ -1,7 +1,6 @@
 """What goes wrong while saving or loading: every rank hears of it, what was there stays, and training goes on."""
 
 import contextlib
-import errno
 import os
 import random
 import resource
@@ -24,7 +23,7 @@ from lowtide.checkpoint.folder import CheckpointFolder
 from lowtide.engine.archive import checkpoint as checkpoint_module
 from lowtide.zero.sequence import StateError
 from tests.checkpoint.making import put, resign
-from tests.engine.saving import engine_for, load_and_go_on, run_steps, save_and_go_on
+from tests.engine.saving import engine_for, load_and_go_on, no_space, run_steps, save_and_go_on
 from tests.kit.models import mlp, short_gpt, tiny_gpt, token_batch, vector_batch
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import Case, refusal
@@ -33,10 +32,6 @@ GPT = Case(short_gpt, token_batch, 3)
 MLP = Case(mlp, vector_batch)
 DEEP = Case(tiny_gpt, token_batch, 3)  # in the middle of each of its files are values
 INTACT = "What was saved before is as it was, and training can go on."
-
-
-def no_space(*args: object) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 WAYS: dict[str, tuple[int, object, str]] = {  # on which rank which call finds no room

@@ -126,11 +126,6 @@ def test_an_engine_that_is_not_made_yet_has_no_attributes() -> None:
 BATCH = torch.ones(2, 4)
 
 
-def enter_gathered(engine: Engine) -> None:
-    with engine.gathered():
-        pass
-
-
 CALLS: dict[str, Callable[[Engine], Any]] = {
     "engine.train_step()": lambda engine: engine.train_step(BATCH),
     "engine(...)": lambda engine: engine(BATCH),
@@ -150,7 +145,7 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
     "engine.load_weights()": lambda engine: engine.load_weights("nowhere"),
     "engine.save_checkpoint()": lambda engine: engine.save_checkpoint("nowhere"),
     "engine.load_checkpoint()": lambda engine: engine.load_checkpoint("nowhere"),
-    "engine.gathered() (zero.GatheredParameters in lowtide.deepspeed)": enter_gathered,
+    "engine.gathered() (zero.GatheredParameters in lowtide.deepspeed)": lambda engine: engine.gathered().__enter__(),
     "engine.close()": Engine.close,
 }
 

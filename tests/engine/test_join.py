@@ -210,11 +210,6 @@ def join(engine: Engine) -> None:
         pass
 
 
-def gather(engine: Engine) -> None:
-    with engine.gathered():
-        pass
-
-
 def read_beside_the_model(engine: Engine) -> None:
     engine(*batches_of(0, 1)[0])
     engine.module.get_parameter("embedding.weight").sum()
@@ -230,7 +225,10 @@ REFUSED: dict[str, tuple[Callable[[Engine, Engine], object], str]] = {
         lambda engine, other: engine.save_checkpoint("nowhere"),
         f"saving a checkpoint: {OUTSIDE}, found it inside: ranks that ",
     ),
-    "gathered": (lambda engine, other: gather(engine), f"reading or writing full weights: {OUTSIDE}, found it inside"),
+    "gathered": (
+        lambda engine, other: engine.gathered().__enter__(),
+        f"reading or writing full weights: {OUTSIDE}, found it inside",
+    ),
     "read": (
         lambda engine, other: read_beside_the_model(engine),
         f"torch.autograd.grad, or a weight read beside the model, gathered from other ranks: {OUTSIDE}, found it insi",

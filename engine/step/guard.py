@@ -234,10 +234,10 @@ class ModelGuard(StepFeature):
                     )
             versions = [*map(_VERSION, map(_PARAM, self._watched))]
             for group in self._groups:
-                if (name := group.assigned()) is not None:
+                if (assigned := group.assigned()) is not None:
                     raise ValueError(
-                        f"parameter '{name}' got new memory (an assignment to its .data, or .to(), .half(), ...), but "
-                        f"the engine updates and saves the old memory; {_INSTEAD}"
+                        f"parameter '{assigned}' got new memory (an assignment to its .data, or .to(), .half(), ...), "
+                        f"but the engine updates and saves the old memory; {_INSTEAD}"
                     )
         if versions != self._versions:
             pairs = zip(self._watched, versions, self._versions, strict=True)

@@ -317,7 +317,8 @@ class _Reader:
                     self._weights[name] = whole.float()
                 else:
                     self._add_states(name, {file.stem: whole}, tuple(shape))
-        return self._parts[0].get("param_groups", [])
+        groups: list[dict[str, Any]] = self._parts[0].get("param_groups", [])
+        return groups
 
     def _join(self, parts: Sequence[Tensor], members: Sequence[Any], out: dict[str, Tensor], is_stage_3: bool) -> None:
         """Add each of the members, (name, shape, elements behind it), of a flat group to `out`. parts: by rank."""

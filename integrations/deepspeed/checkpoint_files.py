@@ -179,6 +179,14 @@ class _Reader:
     def _read_optimizer(self) -> tuple[list[dict[str, Any]], list[Mapping[str, Any]]]:
         """Read master weights and states. Returns the options of each group, and its parameters with their shapes."""
         shapes: list[Mapping[str, Any]] = [dict(group) for group in self._main.get("param_shapes") or ()]
+        whole = self._main.get("optimizer")
+        if isinstance(whole, Mapping) and len(flats := whole.get("fp32_groups_flat", ())) == 1:
+            # Of FusedAdam in float16: a flat group, as of ZeRO on a single rank. The values tell the order in it.
+            half = torch.cat([self._module[name].reshape(-1) for name in self._params])
+            if torch.equal(half, flats[0].to(half.dtype)):
+                base = {"single_partition_of_fp32_groups": flats, "base_optimizer_state": whole["optimizer_state_dict"]}
+                self._parts = [{**whole, **base}]
+                shapes = [{name: self._module[name].shape for name in self._params}]
         if self._parts and shapes:
             is_universal = (self._path / "zero").is_dir()
             options = self._read_universal(shapes) if is_universal else self._read_parts(shapes)
@@ -188,7 +196,6 @@ class _Reader:
                 return [], shapes
             members = [{n: shape for i in indices for n, shape in shapes[i].items()} for indices in flats_of]
             return [_options(group) for group in options], list(members)
-        whole = self._main.get("optimizer")
         return self._read_whole(whole) if isinstance(whole, Mapping) else ([], shapes)
 
     def _read_module(self, shapes: Sequence[Mapping[str, Any]]) -> None:
@@ -234,7 +241,7 @@ class _Reader:
         inner = optimizer.get("optimizer_state_dict", optimizer)
         names = self._names_by_index(inner)
         if not names:
-            return [], []  # frozen parameters, flat master weights, or similar groups: only the weights can be read
+            return [], []  # frozen parameters, several flat groups, or similar groups: only the weights can be read
         masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
         self._weights |= {names[index]: master for index, master in enumerate(masters)}
         for index, state in inner["state"].items():
@@ -317,8 +324,7 @@ class _Reader:
                     self._weights[name] = whole.float()
                 else:
                     self._add_states(name, {file.stem: whole}, tuple(shape))
-        groups: list[dict[str, Any]] = self._parts[0].get("param_groups", [])
-        return groups
+        return list(self._parts[0].get("param_groups", ()))
 
     def _join(self, parts: Sequence[Tensor], members: Sequence[Any], out: dict[str, Tensor], is_stage_3: bool) -> None:
         """Add each of the members, (name, shape, elements behind it), of a flat group to `out`. parts: by rank."""

@@ -123,6 +123,32 @@ def test_parameters_of_stage_0_are_found_by_shape(tmp_path: Path, first: int) ->
         assert differences(found.states[name], states) == []
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_flat_group_of_stage_0_is_read_in_the_order_of_its_values(tmp_path: Path, is_known: bool) -> None:
+    """FusedAdam's in float16. The file has neither names nor shapes of its parameters."""
+    shutil.copytree(DATA / "stage0", tmp_path / "saved")
+    (path,) = (tmp_path / "saved").rglob("mp_rank_00_model_states.pt")
+    content, expected = load_pickle(path), read_deepspeed(DATA / "stage0")
+    order = list(content["module"]) if is_known else sorted(content["module"], reverse=True)
+    flats = [
+        torch.cat([values[name].reshape(-1) for name in order])
+        for values in (
+            expected.weights,
+            *({n: s[k] for n, s in expected.states.items()} for k in ("exp_avg", "exp_avg_sq")),
+        )
+    ]
+    state = {"step": 12, "exp_avg": flats[1], "exp_avg_sq": flats[2]}
+    inner = {"state": {0: state}, "param_groups": [{**expected.groups[0], "params": [0]}]}
+    content["module"] = {name: value.half() for name, value in content["module"].items()}
+    content["optimizer"] = {"optimizer_state_dict": inner, "fp32_groups_flat": flats[:1], "cur_scale": 64.0}
+    torch.save(content, path)
+    found = read_deepspeed(tmp_path / "saved")
+    assert found.groups == (expected.groups if is_known else []) and found.loss_scaler["scale"] == 64.0
+    assert (differences(found.weights, expected.weights) == []) == is_known
+    assert found.states.keys() == (expected.states.keys() if is_known else set())
+    assert all(differences(states, expected.states[name]) == [] for name, states in found.states.items())
+
+
 @pytest.mark.parametrize(("name", "key"), [("stage3", "fp32_flat_groups"), ("stage2_bf16", MASTERS)])
 def test_a_rank_without_flat_groups_is_told(tmp_path: Path, name: str, key: str) -> None:
     shutil.copytree(DATA / name, tmp_path / "saved")

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from lowtide.engine.config.config import Config
 from lowtide.engine.plan.for_engine import machine_here
 from lowtide.engine.plan.machine import Machine, calibrated, fit_factors
 from lowtide.engine.plan.measured import VARIABLE, Curve, Factors, Measured, Speeds, curve, device_key
-from lowtide.engine.plan.measuring import operations
+from lowtide.engine.plan.measuring import measure, operations
 from lowtide.engine.plan.profile import Operation
 from lowtide.engine.plan.step_order import SimulatedTimeline
 from lowtide.engine.plan.tracker import Tracker
@@ -136,6 +137,13 @@ def test_the_command_plans_for_a_measured_machine(tmp_path: Path, capsys: pytest
     Measured({}, {"cpu, 2 ranks a host": Factors()}).write(tmp_path / "machine.json")  # as `lowtide tune` does
     assert main(arguments) == 1
     assert "expected measured speeds, found only factors of `lowtide tune`" in capsys.readouterr().err
+
+
+def test_a_measurement_that_takes_too_long_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(measure, "_LAUNCH", (sys.executable, "-S", "-c", "import time; time.sleep(60)"))
+    said = refusal(measure.measure, print, None, (2,), kind=ChildProcessError)
+    assert said == "2 ranks: not done after 0.1 s; measure again when the machine is idle"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

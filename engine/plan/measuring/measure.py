@@ -68,11 +68,12 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=stream, preexec_fn=end_with_parent
             )
+        assert process.stdout is not None
+        begun = time.monotonic()
         # Reading the output below has no timeout.
         late = threading.Timer(_TIMEOUT_SECONDS, process.terminate)
         late.start()
         try:
-            assert process.stdout is not None
             for line in process.stdout:  # of rank 0
                 say(line.decode(errors="replace").strip())
             status = process.wait()
@@ -80,8 +81,12 @@ def _of_ranks(count: int, folder: Path | None, known: Mapping[str, Curve], say: 
             late.cancel()
             process.terminate()  # if this process is interrupted: the launcher then stops all ranks
             process.wait()
+            process.stdout.close()
         if status:
-            raise ChildProcessError(f"{count} ranks: {errors.read_text(errors='replace').strip() or 'no output'}")
+            why = errors.read_text(errors="replace").strip() or "no output"
+            if time.monotonic() - begun >= _TIMEOUT_SECONDS:
+                why = f"not done after {_TIMEOUT_SECONDS:g} s; measure again when the machine is idle"
+            raise ChildProcessError(f"{count} ranks: {why}")
         return mean([json.loads((request.parent / f"rank{rank}.json").read_text()) for rank in range(count)], count)
 
 

@@ -287,7 +287,7 @@ class Engine(ModuleFacade):
 
     def _mean(self, losses: Sequence[Tensor], num_ranks: int) -> Tensor:
         # A rank whose forward has called blocks in another order may need more gathers.
-        self._runner.passes.await_others()
+        self._steps.await_others()
         return mean_over_ranks(self._mesh, losses, num_ranks)
 
     def train(self, mode: bool = True) -> Self:
@@ -475,7 +475,7 @@ class Engine(ModuleFacade):
 
     def _count(self, flag: bool) -> int:
         """Return on how many ranks the flag is true. A collective."""
-        self._runner.passes.await_others()  # as in `_mean`
+        self._steps.await_others()
         mine = torch.tensor([flag], dtype=torch.int64, device=self._mesh.world.device)
         return int(self._mesh.sum_small(mine, "engine.agree()"))
 

@@ -48,6 +48,8 @@ class StepGradients:
         else:
             self._shown.show_cleared_so_far(what)
         self._check_is_held(what, "each gradient is used and dropped as it arrives; a hook on the parameter sees it")
+        if not is_local:
+            steps.await_others()
         return self._values.gradient(param, steps.grad_scale, is_local, what, is_complete=is_complete)
 
     def set_gradient(self, param: nn.Parameter | str, value: Tensor | None, is_local: bool) -> None:
@@ -122,6 +124,7 @@ class StepGradients:
 
     def _summed(self) -> SummedStep:
         steps = self._steps
+        steps.await_others()  # forwards without gradients may follow the last backward
         return sum_step(
             self._mesh, steps.gradients, steps.accumulated.losses, (), "the norm for engine.clip_grad_norm_"
         )

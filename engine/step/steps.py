@@ -583,6 +583,10 @@ class Steps:
 
     # -- between steps --------------------------------------------------------------------------------------------
 
+    def await_others(self) -> None:
+        """Take part in the gathers that other ranks need before they make the same call. A collective."""
+        self._passes.await_others()
+
     @contextmanager
     def apart(self, activity: Activity, access: Access, alone: bool = False) -> Iterator[None]:
         """Wrap a call that is not part of a step. A collective, except for `Access.NOTHING`.

@@ -261,10 +261,19 @@ def test_ranks_evaluate_with_any_calls() -> None:
             expected = torch.stack([engine.eval_step({"x": data(0), "calls": one}) for one in calls]).mean()
             found = engine.eval_step({"x": data(0), "calls": calls[engine.rank]})
             torch.testing.assert_close(found, expected)
-            for meet in (partial(engine.agree, False), partial(engine.full, "first.bias")):
+            with torch.enable_grad():
+                engine.backward(engine(data(0), calls[0]))
+            name = "first.bias"
+            for ask, given in (
+                (engine.agree, False),
+                (engine.full, name),
+                (engine.gradient, name),
+                (engine.clip_grad_norm_, 1.0),
+            ):
                 for _ in range(1 + engine.rank):
                     engine(data(0), calls[engine.rank])
-                meet()
+                ask(given)
+            engine.zero_grad()
 
 
 @pytest.mark.parametrize("dropping", [(0, ~1, ~0, 2), (~0, 0, 2)])

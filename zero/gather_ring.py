@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ..comm import Pending
+from .group import ShardedGroup, ShardedState
 from .unit import Unit
 
 MAX_PREFETCHED = 2  # more would cost memory and hide no more time
@@ -44,6 +45,7 @@ class _Issued:
 
     unit: Unit
     was_full: bool  # before: this rank only sends
+    full: list[ShardedGroup]  # before
     sends: list[Pending]
     is_continued: bool = False
 
@@ -51,9 +53,7 @@ class _Issued:
         """Start the collective of offloaded groups, once: their shards are loaded."""
         if not self.is_continued:
             self.is_continued = True
-            self.unit.continue_gather()
-            if self.was_full:
-                self.sends += self.unit.join_gather(is_loaded=True)
+            self.sends += self.unit.continue_gather(self.full)
 
 
 class GatherRing:
@@ -192,5 +192,6 @@ class GatherRing:
         self._next += 1
         self._issued_numel += unit.numel
         was_full = unit not in self._lacked and unit.is_full
-        self._issued.append(_Issued(unit, was_full, unit.join_gather() if was_full else []))
-        unit.start_gather()
+        # Another rank may lack a group that is full here, as the trained one of a unit whose frozen one was read.
+        full = [g for g in unit.groups if g.frees_memory and g.sharded_state is ShardedState.UNSHARDED]
+        self._issued.append(_Issued(unit, was_full, full, unit.start_gather(full)))

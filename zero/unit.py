@@ -95,29 +95,33 @@ class Unit:
                 return False
         return True
 
-    def start_gather(self) -> None:
+    def start_gather(self, full: Sequence[ShardedGroup] = ()) -> list[Pending]:
+        """Start the gathers of the groups, in their order. Returns the pending sends.
+
+        full: groups that are full on this rank, and are sent to the ranks that lack them.
+        """
+        sends = []
         for group in self.groups:
             if group.sharded_state is ShardedState.SHARDED:
                 group.start_gather()
+            elif group in full and not group.is_loaded:
+                sends.append(group.join_gather())
+        return sends
 
-    def continue_gather(self) -> None:
+    def continue_gather(self, full: Sequence[ShardedGroup] = ()) -> list[Pending]:
+        """Start the collectives of the offloaded groups, whose shards are loaded. Otherwise like `start_gather`."""
+        sends = []
         for group in self.groups:
             if group.sharded_state is ShardedState.LOADING:
                 group.continue_gather()
+            elif group in full and group.is_loaded:
+                sends.append(group.join_gather())
+        return sends
 
     def gather(self) -> None:
         for group in self.groups:
             if group.sharded_state is not ShardedState.UNSHARDED:
                 group.gather()
-
-    def join_gather(self, is_loaded: bool = False) -> list[Pending]:
-        """Take part in the gather of a unit that is full on this rank. Returns the pending collectives.
-
-        is_loaded: of the offloaded groups, whose collective starts with `continue_gather`; else of the groups in
-        memory.
-        """
-        joined = [group for group in self.groups if group.frees_memory and group.is_loaded == is_loaded]
-        return [group.join_gather() for group in joined]
 
     def park(self) -> bool:
         """Mark the parameters as released but keep their memory for a second use. Returns False if impossible."""

@@ -7,7 +7,7 @@ LOWTIDE_PROGRAMS=1000 pytest tests/zero/test_random_programs.py
 
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from tempfile import gettempdir
@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.zero.group import ShardedGroup
+from lowtide.zero.plan import Role
 from tests.kit.ranks import RankPool, on_ranks
 from tests.kit.training import differences, refusal, settings
 
@@ -263,16 +264,16 @@ def test_ranks_evaluate_with_any_calls() -> None:
             torch.testing.assert_close(found, expected)
             with torch.enable_grad():
                 engine.backward(engine(data(0), calls[0]))
-            name = "first.bias"
-            for ask, given in (
-                (engine.agree, False),
-                (engine.full, name),
-                (engine.gradient, name),
-                (engine.clip_grad_norm_, 1.0),
-            ):
+            asked: list[Callable[[], object]] = [
+                partial(engine.agree, False),
+                partial(engine.full, "first.bias"),
+                partial(engine.gradient, "first.bias"),
+                partial(engine.clip_grad_norm_, 1.0),
+            ]
+            for ask in asked:
                 for _ in range(1 + engine.rank):
                     engine(data(0), calls[engine.rank])
-                ask(given)
+                ask()
             engine.zero_grad()
 
 
@@ -295,3 +296,17 @@ def test_units_that_a_checkpoint_needs_together_are_not_updated_one_by_one() -> 
         text = refusal(engine.train_step, batch_of((("checkpoint", (0, 1, 2)),)), kind=RuntimeError)
     assert text.startswith("unit 'blocks.2' is updated in the backward: expected all its gradients before")
     assert text.endswith("or switch update_in_backward or offload_optimizer.overlap off")
+
+
+@on_ranks(2)
+def test_a_rank_sends_a_full_group_of_a_unit_that_it_lacks() -> None:
+    model = Model(2)
+    model.get_parameter("blocks.1.0.weight").requires_grad_(False)
+    with lowtide.initialize(model, config_of()) as engine:
+        frozen = next(group for group in engine._runner.passes.units[-1].groups if group.plan.role is Role.FROZEN)
+        frozen.gather()
+        if engine.rank == 0:
+            frozen.release()
+        calls = (("plain", (0, 1)),)
+        losses = [float(engine.train_step(batch_of(calls)).loss) for _ in range(2)]
+        assert losses[1] < losses[0]

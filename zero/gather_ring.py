@@ -193,5 +193,7 @@ class GatherRing:
         self._issued_numel += unit.numel
         was_full = unit not in self._lacked and unit.is_full
         # Another rank may lack a group that is full here, as the trained one of a unit whose frozen one was read.
-        full = [g for g in unit.groups if g.frees_memory and g.sharded_state is ShardedState.UNSHARDED]
+        full: list[ShardedGroup] = []
+        if was_full or len(unit.groups) > 1:
+            full = [g for g in unit.groups if g.frees_memory and g.sharded_state is ShardedState.UNSHARDED]
         self._issued.append(_Issued(unit, was_full, full, unit.start_gather(full)))

@@ -182,9 +182,7 @@ class ShardedGroup:
         untransformed(self._hide if self.frees_memory else self._show)
 
     def assigned(self) -> str | None:
-        """Return the name of a parameter in memory that is no view of `full` any more: its `.data` was assigned."""
-        if self.frees_memory and self.sharded_state is not ShardedState.UNSHARDED:
-            return None
+        """Return which parameter of a full group is no view of `full` any more: its `.data` was assigned."""
         found, expected = [*map(Tensor.data_ptr, self.params)], [*map(Tensor.data_ptr, self._views)]
         if found == expected:
             return None

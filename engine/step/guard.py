@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from ...zero.group import ShardedGroup
+from ...zero.group import ShardedGroup, ShardedState
 from ...zero.plan import Role
 from ..blueprint.blueprint import Timing
 from .features import StepFeature
@@ -234,6 +234,8 @@ class ModelGuard(StepFeature):
                     )
             versions = [*map(_VERSION, map(_PARAM, self._watched))]
             for group in self._groups:
+                if group.frees_memory and group.sharded_state is not ShardedState.UNSHARDED:
+                    continue
                 if (assigned := group.assigned()) is not None:
                     raise ValueError(
                         f"parameter '{assigned}' got new memory (an assignment to its .data, or .to(), .half(), ...), "

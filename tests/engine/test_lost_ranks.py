@@ -22,7 +22,7 @@ from tests.kit.models import linear_chain
 from tests.kit.ranks import RankError, RankPool, on_ranks
 from tests.kit.training import limit_waits, refusal, settings
 
-TIMEOUT_SECONDS = 1.0
+TIMEOUT_SECONDS = 2.5
 BATCH = (torch.ones(2, 8),)
 
 

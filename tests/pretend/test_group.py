@@ -44,7 +44,7 @@ def test_messages_match_in_their_order(is_eager: bool, orders: list[list[str]]) 
 
 def test_two_ranks_that_receive_first_hang(pretend_ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"(?s)rank 0: Hang\nstill running.* in talk"):
-        pretend_ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False, timeout=3)
+        pretend_ranks(2, talk, False, [RECEIVES_FIRST, RECEIVES_FIRST], process_group=False, timeout=10)
 
 
 @on_device(2)
